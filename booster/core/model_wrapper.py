@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from booster.deprecation import DeprecatedAlias
 from booster.errors import CheckpointError, ConfigError, incomplete_error
-from booster.fault_tolerance.progress import Phase, observers
+from booster.fault_tolerance.progress import current_thread, in_phase
 from booster.pytree import map_tensors
 
 from .precision import Precision
@@ -40,6 +40,9 @@ class _ConstructionMarker(type):
         model = super().__call__(*args, **kwargs)
         vars(model)["_is_constructed"] = True
         return model
+
+
+_train, _evaluate = in_phase("forward")(nn.Module.__call__), in_phase("evaluate")(nn.Module.__call__)
 
 
 class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
@@ -114,10 +117,10 @@ class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
         self.require_usable()
         trains = torch.is_grad_enabled()
         if trains:
-            for observer in observers():
+            for observer in current_thread.state.observers:
                 observer.on_forward(self, args, kwargs)
-        with Phase("forward" if trains or self.training else "evaluate"):
-            return super().__call__(*args, **kwargs)
+        run = _train if trains or self.training else _evaluate
+        return run(self, *args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the plugin's forward; arguments and result are those of the user's model."""

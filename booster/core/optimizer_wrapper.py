@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from booster.comm import all_reduce_numbers, raise_on_all_ranks
 from booster.deprecation import DeprecatedAlias, DeprecatedOverrides
 from booster.errors import ConfigError
-from booster.fault_tolerance.progress import end_step, in_phase, observers
+from booster.fault_tolerance.progress import current_thread, end_step, in_phase
 from booster.kernels.checksum import tensor_crc32
 
 from .accumulated_gradients import AccumulatedGradients
@@ -44,6 +44,9 @@ _clip_by_value = torch.no_grad()(inspect.unwrap(nn.utils.clip_grad_value_))
 # methods write is unknown, and a rank sees its own shards only. So all ranks call every method that the wrapper lacks,
 # compare a checksum of their shards before and after, and update the model if any rank's has changed. The method gets
 # the gradients of step(); if it clears them all, the accumulation has ended.
+
+
+_NO_CONTEXT = nullcontext()
 
 
 class OptimizerWrapper(DeprecatedOverrides, Optimizer):
@@ -128,7 +131,7 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         check_scalar_loss(loss)
         self.model._check_loss(loss)
         self._begin_accumulation(num_items)
-        for observer in observers():
+        for observer in current_thread.state.observers:
             observer.on_loss(self, loss, num_items)
         if self.loss_scaler is not None:
             loss = loss * self.loss_scaler.scale
@@ -391,7 +394,7 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
             hook(gradients)
         if self._gradient_hooks:
             self._on_gradients_changed()
-        for observer in observers():
+        for observer in current_thread.state.observers:
             observer.on_gradients(self, self._named_gradients)
 
     def _reduce_and_unscale(self) -> list[torch.Tensor]:
@@ -661,7 +664,7 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
 
     def _backward_context(self) -> AbstractContextManager[None]:
         """Return the context of autograd."""
-        return nullcontext()
+        return _NO_CONTEXT
 
     def _finish_reduction(self) -> float:
         """Reduce gradients over ranks at the end of an accumulation; return the factor that makes them the mean.

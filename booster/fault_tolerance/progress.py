@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from types import TracebackType
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
 from weakref import WeakValueDictionary
 
 import torch.distributed as dist
@@ -88,13 +88,17 @@ class _FinishedCollective:
         return None if group is None and self._group is not None else _info_of(self, group)
 
 
+# A phase that was entered: its name, its operation, when, and the phase around it. Not an object, to be cheap.
+_Entered: TypeAlias = "tuple[str, Communication | None, float, _Entered | None]"
+
+
 class _ThreadState:
     """Phases, steps and observers of one thread."""
 
     __slots__ = ("__weakref__", "attributed_until", "last_operation", "num_steps", "observers", "phase")
 
     def __init__(self) -> None:
-        self.phase: Phase | None = None
+        self.phase: _Entered | None = None
         self.last_operation: _FinishedCollective | None = None
         self.num_steps = 0
         self.observers: tuple[StepCallback, ...] = ()
@@ -102,7 +106,7 @@ class _ThreadState:
 
     def attribute_time(self, now: float) -> None:
         """Attribute the time since the last call to the innermost phase."""
-        name = None if self.phase is None else self.phase.name
+        name = None if self.phase is None else self.phase[0]
         seconds, self.attributed_until = now - self.attributed_until, now
         for observer in self.observers:
             observer.on_time(name, seconds)
@@ -117,7 +121,7 @@ class _CurrentThread(threading.local):
 
 _lock = threading.Lock()
 _threads: WeakValueDictionary[int, _ThreadState] = WeakValueDictionary()  # freed with the thread
-_current = _CurrentThread()
+current_thread = _CurrentThread()
 
 
 class Phase:
@@ -128,21 +132,25 @@ class Phase:
         operation: Operation of a "communication" phase.
     """
 
-    __slots__ = ("_thread", "name", "operation", "outer", "since")
+    __slots__ = ("_thread", "name", "operation")
 
     def __init__(self, name: str, operation: Communication | None = None) -> None:
         self.name = name
         self.operation = operation
 
     def __enter__(self) -> Phase:
-        self._thread = state = _current.state
-        self.since = now = time.perf_counter()
+        self._thread = state = current_thread.state
+        now = time.perf_counter()
         if state.observers:
             state.attribute_time(now)
-        self.outer = state.phase
-        state.phase = self
-        if _on_entry is not None:
-            self._call_on_entry(_on_entry)
+        outer = state.phase
+        state.phase = (self.name, self.operation, now, outer)
+        if _on_entry is not None and (outer is None or outer[0] != self.name):  # one method of a phase calls another
+            try:
+                _on_entry(self.name)
+            except BaseException:  # __exit__ is not called for a context whose __enter__ raised
+                state.phase = outer
+                raise
         return self
 
     def __exit__(
@@ -151,25 +159,17 @@ class Phase:
         state = self._thread
         if state.observers:
             state.attribute_time(time.perf_counter())
-        state.phase = self.outer
+        assert state.phase is not None
+        state.phase = state.phase[3]
         if self.operation is not None:
             state.last_operation = _FinishedCollective(self.operation)
-
-    def _call_on_entry(self, callback: Callable[[str], None]) -> None:
-        if self.outer is not None and self.outer.name == self.name:  # one method of a phase calls another
-            return
-        try:
-            callback(self.name)
-        except BaseException:  # __exit__ is not called for a context whose __enter__ raised
-            self._thread.phase = self.outer
-            raise
 
 
 def is_in_phase(name: str) -> bool:
     """Return whether this thread is in a phase, as the innermost one or around it."""
-    phase = _current.state.phase
-    while phase is not None and phase.name != name:
-        phase = phase.outer
+    phase = current_thread.state.phase
+    while phase is not None and phase[0] != name:
+        phase = phase[3]
     return phase is not None
 
 
@@ -191,8 +191,16 @@ def in_phase(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def within(*args: P.args, **kwargs: P.kwargs) -> R:
-            with Phase(name):
+            state = current_thread.state
+            if state.observers or _on_entry is not None:
+                with Phase(name):
+                    return function(*args, **kwargs)
+            outer = state.phase
+            state.phase = (name, None, time.perf_counter(), outer)
+            try:
                 return function(*args, **kwargs)
+            finally:
+                state.phase = outer
 
         return within
 
@@ -201,7 +209,7 @@ def in_phase(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 def end_step(optimizer: Any, num_steps: int) -> None:
     """Record that an optimizer finished step `num_steps` (from 1), and notify the observers."""
-    state = _current.state
+    state = current_thread.state
     state.num_steps = num_steps
     if state.observers:
         state.attribute_time(time.perf_counter())
@@ -209,15 +217,10 @@ def end_step(optimizer: Any, num_steps: int) -> None:
             observer.on_step_end(optimizer)
 
 
-def observers() -> tuple[StepCallback, ...]:
-    """Return the observers of this thread."""
-    return _current.state.observers
-
-
 @contextmanager
 def observe_phases(observer: StepCallback) -> Iterator[None]:
     """Notify the observer of this thread's phases in the block. Blocks may be nested. No communication."""
-    state = _current.state
+    state = current_thread.state
     # The time so far belongs to the observers so far, also before one is removed.
     state.attribute_time(time.perf_counter())
     state.observers = (*state.observers, observer)
@@ -288,16 +291,16 @@ def current_progress(thread_id: int | None = None) -> Progress:
         state = _threads.get(threading.get_ident() if thread_id is None else thread_id)
     if state is None:
         return Progress()
-    entered: list[Phase] = []
+    entered: list[_Entered] = []
     innermost = phase = state.phase
     while phase is not None:
         entered.append(phase)
-        phase = phase.outer
-    operation = next((one.operation for one in entered if one.operation is not None), None)
+        phase = phase[3]
+    operation = next((one for _, one, _, _ in entered if one is not None), None)
     return Progress(
         num_steps=state.num_steps,
-        phases=tuple(name for name, _ in groupby(one.name for one in reversed(entered))),
-        seconds=0.0 if innermost is None else time.perf_counter() - innermost.since,
+        phases=tuple(name for name, _ in groupby(name for name, *_ in reversed(entered))),
+        seconds=0.0 if innermost is None else time.perf_counter() - innermost[2],
         operation=None if operation is None else _info_of(operation, operation.group),
         last_operation=None if state.last_operation is None else state.last_operation.info(),
     )

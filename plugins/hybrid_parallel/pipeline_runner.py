@@ -25,7 +25,7 @@ from booster.comm import (
 from booster.core.accumulation import check_scalar_loss
 from booster.core.model_wrapper import batch_on_device, forward_arguments
 from booster.errors import ConfigError, RankFailedError, add_note
-from booster.fault_tolerance.progress import Phase, in_phase, observers
+from booster.fault_tolerance.progress import Phase, current_thread, in_phase
 from booster.mixed_precision.fp16 import log_rank_zero
 from booster.plugins.low_level_zero.optimizer import ZeroOptimizer
 from booster.pytree import iter_tensors, map_tensors
@@ -141,7 +141,7 @@ class PipelineRuntime:
         microbatches = [replace(one, batch=batch_on_device(one.batch, self._device)) for one in microbatches]
         self._model.begin_batch()
         if optimizer is not None:
-            for observer in observers():
+            for observer in current_thread.state.observers:
                 observer.on_forward(self._model, *forward_arguments(fetched.batch))
         run = PipelineRun(len(microbatches))
         self._model.last_pipeline_run = run
@@ -159,7 +159,7 @@ class PipelineRuntime:
             loss = self._loss(run) if return_loss else None
         self._model.end_batch(self._stage_group)
         if optimizer is not None:
-            for observer in observers():
+            for observer in current_thread.state.observers:
                 if run.losses:
                     observer.on_loss(optimizer, sum(run.losses), num_items)
                 else:

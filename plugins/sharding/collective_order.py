@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import chain
 from typing import Generic, TypeVar
 from zlib import crc32
 
+import torch
 import torch.distributed as dist
 
 from booster.comm import (
@@ -341,6 +343,7 @@ class CollectiveOrder:
 
     Args:
         group: CPU process group, to avoid device syncs; None for the world group.
+        device: Device that the model computes on.
 
     Attributes:
         participants: Passive participation in a collective of each parameter group, by its index.
@@ -348,8 +351,10 @@ class CollectiveOrder:
         is_off: If True, there is nothing to order, as the group has one rank.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group = group
+        self._device = device
+        self._stream: torch.Stream | None = None
         self.participants: Sequence[Callable[[CollectiveKind], None]] = ()
         self.in_flight: Callable[[], None] | None = None
         self.is_off = group_size(group) == 1
@@ -368,6 +373,8 @@ class CollectiveOrder:
         self.abort_pass()  # one that has not ended
         self._replay.replay_rest()
         self._is_forward = kind is CollectiveKind.FORWARD_BEGIN
+        if self._device.type != "cpu":
+            self._stream = torch.accelerator.current_stream(self._device)
         request, digest = CollectiveRequest(kind), self._replay.digest((kind, *variant))
         is_unanimous = False
         while digest:
@@ -424,7 +431,10 @@ class CollectiveOrder:
 
     def _participate(self, request: CollectiveRequest) -> None:
         """Take part in a collective that this rank does not request now."""
-        if request.kind >= 0:
+        if request.kind < 0:
+            return
+        # In the stream of the pass, also if FSDP2 requests a gather in its own: gradients are read and freed there.
+        with self._stream or nullcontext():
             self.participants[request.param_group](request.kind)
 
     def _agree_on_next(

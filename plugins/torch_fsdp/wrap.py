@@ -447,7 +447,7 @@ class FSDPModelBuilder:
         shard_group = self.mesh.get_group("shard")
         if isinstance(model, FSDPModule):
             initialize_root(model)
-        collective_order = CollectiveOrder(self.order_group)
+        collective_order = CollectiveOrder(self.order_group, self.device)
         modules = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
         pool, compiled = BufferPool(self.device), vars(model).get(LAYER_OF_COMPILED, {})
         param_groups = list(build_param_groups(modules, names, originals, collective_order, pool, compiled))

@@ -19,9 +19,9 @@ from booster.fault_tolerance.progress import (
     Progress,
     StepCallback,
     current_progress,
+    current_thread,
     in_phase,
     observe_phases,
-    observers,
 )
 
 
@@ -110,7 +110,7 @@ def test_observers_see_their_own_thread_alone():
     recorder = Recorder()
 
     def elsewhere():
-        assert observers() == ()
+        assert current_thread.state.observers == ()
         with Phase("elsewhere"):
             pass
 
@@ -119,7 +119,7 @@ def test_observers_see_their_own_thread_alone():
         thread.start()
         thread.join()
     assert "elsewhere" not in recorder.entered
-    assert observers() == ()
+    assert current_thread.state.observers == ()
 
 
 def test_nested_observers_each_have_their_own_block():
