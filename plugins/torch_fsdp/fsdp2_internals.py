@@ -67,6 +67,7 @@ class ShardedParam:
         fsdp_param: FSDP2's `FSDPParam`.
         rank: This rank's index in the group that the parameter is sharded over.
         is_used: Whether a backward of this accumulation produced a gradient.
+        is_reduced: Whether it takes part in reductions: it is trainable, or was in this accumulation.
         shape: Shape of the unsharded parameter.
         padded_numel: Elements of every rank's shard, with padding.
         flat_range: This rank's flat range of the row-major parameter.
@@ -79,6 +80,7 @@ class ShardedParam:
     fsdp_param: FSDPParam = field(repr=False)
     rank: int
     is_used: bool = False
+    is_reduced: bool = field(init=False, repr=False)
     shape: tuple[int, ...] = field(init=False, repr=False)
     padded_numel: int = field(init=False, repr=False)
     flat_range: tuple[int, int] = field(init=False, repr=False)
@@ -93,7 +95,7 @@ class ShardedParam:
         numel = math.prod(self.shape)
         start = min(numel, self.rank * self.padded_numel)
         self.flat_range = (start, min(numel, start + self.padded_numel))
-        self._requires_grad = self.parameter.requires_grad
+        self._requires_grad = self.is_reduced = self.parameter.requires_grad
         _share_attributes(self.original, self.parameter)
         info = self.fsdp_param._module_info
         places = zip(self.modules, [info.param_name, *info.shared_param_names], strict=True)
@@ -184,6 +186,7 @@ class ShardedParam:
         ):
             return before
         self._requires_grad = not before
+        self.is_reduced = self.is_reduced or not before
         for one in (self.original, self.parameter, self.shown):
             one.requires_grad_(not before)
         return self._requires_grad

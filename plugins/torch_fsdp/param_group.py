@@ -84,9 +84,9 @@ class _AllGatherWork(dist.Work):
 # cast them to the weights' dtype and add them to those of earlier backwards, parameter by parameter. A parameter group
 # keeps the sums of the first backward, in fp32 or wider, until the gradients are cleared, and later reduce-scatters
 # accumulate into them. With offload they are copied to host memory while backward continues, and added there when they
-# are read. All trainable parameters take part in every reduce-scatter, with zeros where this rank has not used them,
-# because the ranks' inputs must have equal lengths. Which ones were used on any rank is all-reduced when the gradients
-# are read.
+# are read. All trainable parameters take part in every reduce-scatter, and those that were trainable earlier in the
+# accumulation, with zeros where this rank has not used them, because the ranks' inputs must have equal lengths. Which
+# ones were used on any rank is all-reduced when the gradients are read.
 
 
 class ParamGroup:
@@ -209,9 +209,11 @@ class ParamGroup:
         cast(nn.Module, module).register_forward_hook(self._drop_casts)
 
     @property
-    def trainable_params(self) -> tuple[ShardedParam, ...]:
-        """Trainable parameters, those that take part in reductions."""
-        return tuple([one for one in self.params if one.sync_requires_grad()])
+    def reduced_params(self) -> tuple[ShardedParam, ...]:
+        """Parameters that take part in reductions."""
+        for one in self.params:
+            one.sync_requires_grad()
+        return tuple([one for one in self.params if one.is_reduced])
 
     @torch.no_grad()
     def participate(self, kind: CollectiveKind) -> None:
@@ -288,12 +290,13 @@ class ParamGroup:
         for one in self.params:
             one.take_unreduced_grad()
             one.is_used = one.is_used and keep_used
+            one.is_reduced = one.sync_requires_grad()
 
     def reduced_grads(self) -> torch.Tensor:
-        """Return a buffer of the reduced gradients of the current trainable parameters; missing ones become zeros."""
+        """Return a buffer of the reduced gradients of `reduced_params`; missing ones become zeros."""
         if self._arriving is not None:
             self._add_arriving()
-        params = self.trainable_params
+        params = self.reduced_params
         if self._grad_buffer is None or params != tuple(self._grads):
             self.coordinator.wait_in_flight()
             numel, device = sum(one.padded_numel for one in params), "cpu" if self._offloads else self.device
@@ -327,7 +330,7 @@ class ParamGroup:
             grads: This rank's unsharded gradients, zeros by default; emptied as soon as they are copied.
         """
         self.coordinator.wait_in_flight()
-        params = self.trainable_params
+        params = self.reduced_params
         numel = sum([one.padded_numel for one in params])
         send_buffer = allocate(self.pool, (numel * self.num_ranks,), self.reduce_dtype, self.device)
         self._write_rows(grads, params, send_buffer.view(self.num_ranks, -1))

@@ -90,7 +90,7 @@ class ReplicatedParams:
         `is_used` must be equal on all ranks. Gradients that are reduced over the shard group already are summed over
         its replicas.
         """
-        used = [one for one in self.params if one.requires_grad and one.is_used]
+        used = [one for one in self.params if one.is_used]
         for dtype in dict.fromkeys(one.grad_dtype for one in used):
             same_dtype = [one for one in used if one.grad_dtype == dtype]
             device = collective_device(self._data_parallel_group)
@@ -121,7 +121,7 @@ class ReplicatedParams:
         """
         if group_size(self._shard_group) == 1:
             return
-        used = [one for one in self.params if one.requires_grad and (one.is_used or include_unused)]
+        used = [one for one in self.params if one.is_used or (include_unused and one.requires_grad)]
         for owner in sorted({one.owner for one in used}):
             _broadcast_from(owner, [one.parameter.detach() for one in used if one.owner == owner], self._shard_group)
 

@@ -170,6 +170,41 @@ def freezing_in_turns(training, inputs):
         training.step()
 
 
+def freezing_within_an_accumulation(training, inputs):
+    with training.no_sync():
+        training.backward(training.model(inputs).square().mean())
+    training.user_model.middle.requires_grad_(False)
+    training.backward(training.model(inputs * 0.5).square().mean())
+    training.step()
+    training.user_model.middle.requires_grad_(True)
+
+
+def freezing_before_the_step(training, inputs):
+    training.backward(training.model(inputs).square().mean())
+    training.user_model.middle.requires_grad_(False)
+    training.step()
+    training.user_model.middle.requires_grad_(True)
+
+
+def freezing_after_no_sync(training, inputs):
+    with training.no_sync():
+        training.backward(training.model(inputs).square().mean())
+    training.user_model.middle.requires_grad_(False)
+    training.step()
+    training.backward(training.model(inputs).square().mean())
+    training.step()
+    training.user_model.middle.requires_grad_(True)
+
+
+def unfreezing_within_an_accumulation(training, inputs):
+    training.user_model.middle.requires_grad_(False)
+    with training.no_sync():
+        training.backward(training.model(inputs).square().mean())
+    training.user_model.middle.requires_grad_(True)
+    training.backward(training.model(inputs * 0.5).square().mean())
+    training.step()
+
+
 LOOPS = [
     forward_in_no_sync_and_backward_outside,
     forward_outside_and_backward_in_no_sync,
@@ -236,3 +271,17 @@ def test_layers_frozen_at_boost_train_once_they_are_unfrozen(name):
 @pytest.mark.parametrize("name", PLUGINS)
 def test_layers_may_train_in_turns(name):
     run_ranks(compared, 2, name, freezing_in_turns)
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        freezing_within_an_accumulation,
+        freezing_before_the_step,
+        freezing_after_no_sync,
+        unfreezing_within_an_accumulation,
+    ],
+)
+@pytest.mark.parametrize("name", PLUGINS)
+def test_layers_may_be_frozen_and_unfrozen_at_any_time(name, loop):
+    run_ranks(compared, 2, name, loop)
