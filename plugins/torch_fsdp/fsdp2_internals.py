@@ -60,12 +60,12 @@ class ShardedParam:
     clears gradients that were not reduced. FSDP2 shows neither.
 
     Attributes:
-        name: First name in the model.
         names: All names in the model.
         original: The user's tensor from before boost(), emptied.
-        parameter: DTensor that the model shows between forwards.
         fsdp_param: FSDP2's `FSDPParam`.
         rank: This rank's index in the group that the parameter is sharded over.
+        name: First name in the model.
+        parameter: DTensor that the model shows between forwards.
         is_used: Whether a backward of this accumulation produced a gradient.
         is_reduced: Whether it takes part in reductions: it is trainable, or was in this accumulation.
         shape: Shape of the unsharded parameter.
@@ -73,13 +73,13 @@ class ShardedParam:
         flat_range: This rank's flat range of the row-major parameter.
     """
 
-    name: str
     names: tuple[str, ...]
     original: nn.Parameter = field(repr=False)
-    parameter: nn.Parameter
     fsdp_param: FSDPParam = field(repr=False)
     rank: int
-    is_used: bool = False
+    name: str = field(init=False)
+    parameter: nn.Parameter = field(init=False)
+    is_used: bool = field(default=False, init=False)
     is_reduced: bool = field(init=False, repr=False)
     shape: tuple[int, ...] = field(init=False, repr=False)
     padded_numel: int = field(init=False, repr=False)
@@ -89,6 +89,7 @@ class ShardedParam:
     _places: list[tuple[dict[str, nn.Parameter | None], str]] | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        self.name, self.parameter = self.names[0], self.fsdp_param.sharded_param
         self._data_ptr = self.padded_shard.data_ptr()
         self.shape = tuple(self.parameter.shape)
         self.padded_numel = self.fsdp_param.padded_sharded_param_size.numel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import ParametrizationList
 
-from booster.comm import check_same_across_ranks, group_size, is_fake_world
+from booster.comm import check_same_across_ranks, group_rank, group_size, is_fake_world
 from booster.core.compiling import LAYER_OF_COMPILED
 from booster.errors import ConfigError
 from booster.mixed_precision.fp16 import cast_floats
@@ -25,11 +26,10 @@ from booster.plugins.sharding.buffer_pool import BufferPool
 from booster.plugins.sharding.collective_order import CollectiveOrder
 from booster.plugins.sharding.deferred_init import Materializer
 
-from .autograd_hooks import ViewSafeOutputs
 from .config import FSDPConfig, PrecisionDtypes, Strategy, check_reshard_after_forward
-from .fsdp2_internals import initialize_root
+from .fsdp2_internals import ShardedParam, fsdp2_param_groups, initialize_root
 from .model import FSDPModel
-from .param_group import build_param_groups
+from .param_group import ParamGroup, ViewSafeOutputs
 from .param_redistribution import RowSharded, assign_owners
 from .shard_update import ReplicatedParam, ReplicatedParams
 
@@ -448,12 +448,9 @@ class FSDPModelBuilder:
         if isinstance(model, FSDPModule):
             initialize_root(model)
         collective_order = CollectiveOrder(self.order_group, self.device)
-        modules = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-        pool, compiled = BufferPool(self.device), vars(model).get(LAYER_OF_COMPILED, {})
-        param_groups = list(build_param_groups(modules, names, originals, collective_order, pool, compiled))
         return FSDPModel(
             model,
-            param_groups,
+            list(self._param_groups(model, names, originals, collective_order)),
             ReplicatedParams(_replicated_params(replicated, names, shard_group), None, shard_group),
             collective_order,
             device=self.device,
@@ -461,6 +458,24 @@ class FSDPModelBuilder:
             writes_shards=self.mesh.get_local_rank("replica") == 0,
             broadcasts_buffers=self.config.broadcast_buffers and group_size() > 1,
         )
+
+    def _param_groups(
+        self,
+        model: nn.Module,
+        names: Mapping[int, tuple[str, ...]],
+        originals: Mapping[int, nn.Parameter],
+        collective_order: CollectiveOrder,
+    ) -> Iterator[ParamGroup]:
+        pool, compiled, index = BufferPool(self.device), vars(model).get(LAYER_OF_COMPILED, {}), itertools.count()
+        for name, module in model.named_modules():
+            for fsdp2 in fsdp2_param_groups(module) if isinstance(module, FSDPModule) else ():
+                rank = group_rank(fsdp2.process_group)
+                keys = [id(one.sharded_param) for one in fsdp2.fsdp_params]
+                params = [
+                    ShardedParam(names[key], originals[key], fsdp_param, rank)
+                    for key, fsdp_param in zip(keys, fsdp2.fsdp_params, strict=True)
+                ]
+                yield ParamGroup(next(index), name, module, fsdp2, params, collective_order, pool, compiled)
 
 
 def _replicated_params(

@@ -35,7 +35,7 @@ BOOST_FILES = {
     TorchDDPPlugin: 12,
     LowLevelZeroPlugin: 22,
     GeminiPlugin: 29,
-    TorchFSDPPlugin: 26,
+    TorchFSDPPlugin: 25,
     HybridParallelPlugin: 28,
 }
 GEMINI_BACKWARD_FILES = 17
