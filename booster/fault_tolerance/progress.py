@@ -132,7 +132,7 @@ class Phase:
         operation: Operation of a "communication" phase.
     """
 
-    __slots__ = ("_thread", "name", "operation")
+    __slots__ = ("_outer", "_thread", "name", "operation")
 
     def __init__(self, name: str, operation: Communication | None = None) -> None:
         self.name = name
@@ -143,7 +143,7 @@ class Phase:
         now = time.perf_counter()
         if state.observers:
             state.attribute_time(now)
-        outer = state.phase
+        self._outer = outer = state.phase
         state.phase = (self.name, self.operation, now, outer)
         if _on_entry is not None and (outer is None or outer[0] != self.name):  # one method of a phase calls another
             try:
@@ -159,8 +159,7 @@ class Phase:
         state = self._thread
         if state.observers:
             state.attribute_time(time.perf_counter())
-        assert state.phase is not None
-        state.phase = state.phase[3]
+        state.phase = self._outer
         if self.operation is not None:
             state.last_operation = _FinishedCollective(self.operation)
 

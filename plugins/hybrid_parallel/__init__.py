@@ -1,6 +1,7 @@
 """Tensor, sequence, pipeline and data parallelism with ZeRO, from plans."""
 
 from .activation_checkpointing import GradientCheckpointConfig
+from .mesh import parallel_groups
 from .pipeline_parallel.schedules import (
     Action,
     ActionKind,
@@ -11,7 +12,6 @@ from .pipeline_parallel.schedules import (
     simulate,
 )
 from .plugin import HybridParallelPlugin
-from .rank_layout import parallel_groups
 from .tensor_parallel.shard_spec import Block
 from .tensor_parallel.vocab_parallel_logits import VocabParallelLogits
 from .tp_plan.plan import Style

@@ -28,8 +28,7 @@ from booster.interface import MixedPrecision as BoosterPrecision
 from booster.mixed_precision.loss_scaler import LossScaleConfig
 from booster.plugins.base import PluginConfig
 from booster.plugins.sharding.config import GradClipConfig
-from booster.plugins.sharding.elementwise import sharding_obstacle
-from booster.plugins.sharding.elementwise_check import find_coupling
+from booster.plugins.sharding.elementwise import find_coupling, sharding_obstacle
 from booster.validation import check_flag, check_replicas
 
 from .mesh import check_process_group, describe_process_group, make_mesh

@@ -17,8 +17,7 @@ from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from booster import ConfigError
-from booster.plugins.sharding.elementwise import require_elementwise
-from booster.plugins.sharding.elementwise_check import find_obstacle
+from booster.plugins.sharding.elementwise import find_obstacle, require_elementwise
 
 TORCH = {
     "adam": partial(optim.Adam, lr=1e-2),

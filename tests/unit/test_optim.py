@@ -25,8 +25,7 @@ from booster.optim.adam_update import (
     view_like,
 )
 from booster.optim.base import init_moments
-from booster.plugins.sharding.elementwise import require_elementwise
-from booster.plugins.sharding.elementwise_check import find_obstacle
+from booster.plugins.sharding.elementwise import find_obstacle, require_elementwise
 
 CLASSES = [CPUAdam, FusedAdam, HybridAdam]
 SHAPES = [(33, 17), (7,), (), (0, 3), (5, 2, 3), (1,)]

@@ -14,7 +14,7 @@ from oracles.shard_aware_lamb import ShardAwareLamb
 from torch import nn, optim
 
 from booster import ConfigError
-from booster.plugins.sharding.elementwise_check import find_coupling
+from booster.plugins.sharding.elementwise import find_coupling
 from booster.plugins.torch_fsdp.config import OptimizerKind, kind_of
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from booster.errors import ConfigError
-from booster.plugins.hybrid_parallel.mesh import mesh_order, rank_groups
-from booster.plugins.hybrid_parallel.rank_layout import parallel_groups
+from booster.plugins.hybrid_parallel.mesh import mesh_order, parallel_groups, rank_groups
 
 
 def as_set(groups):
