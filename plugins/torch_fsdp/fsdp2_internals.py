@@ -212,9 +212,11 @@ class ShardedParam:
 
     def unreduced_grad(self) -> torch.Tensor | None:
         """Return this rank's unreduced, unsharded gradient, still scaled."""
-        unsharded_param = self.unsharded_param
+        accumulated, unsharded_param = self.fsdp_param.unsharded_accumulated_grad, self.unsharded_param
         fresh = None if unsharded_param is None else unsharded_param.grad
-        return _sum(self.fsdp_param.unsharded_accumulated_grad, fresh)
+        if accumulated is None or fresh is None:
+            return fresh if accumulated is None else accumulated
+        return accumulated + fresh
 
     def take_unreduced_grad(self) -> torch.Tensor | None:
         """Remove and return this rank's unreduced gradient."""
@@ -222,18 +224,14 @@ class ShardedParam:
         accumulated, fsdp_param.unsharded_accumulated_grad = fsdp_param.unsharded_accumulated_grad, None
         if unsharded_param is not None:
             fresh, unsharded_param.grad = unsharded_param.grad, None
-        return fresh if accumulated is None else _sum(accumulated, fresh)
+        if accumulated is None or fresh is None:
+            return fresh if accumulated is None else accumulated
+        return accumulated.add_(fresh.detach())
 
     def set_accumulated_grad(self, gradient: torch.Tensor) -> None:
         """Set the unreduced gradient to one of earlier backwards."""
         self.take_unreduced_grad()
         self.fsdp_param.unsharded_accumulated_grad = gradient
-
-
-def _sum(accumulated: torch.Tensor | None, fresh: torch.Tensor | None) -> torch.Tensor | None:
-    if accumulated is None or fresh is None:
-        return fresh if accumulated is None else accumulated
-    return accumulated + fresh
 
 
 class FSDP2ParamGroup:
