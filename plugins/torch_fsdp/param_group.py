@@ -482,7 +482,7 @@ class ParamGroup:
         if self._arriving is None:
             return
         (buffer, params, event), self._arriving = self._arriving, None
-        if event is not None:
+        if event is not None and not event.query():  # the first layers' event, read first, is behind all others
             event.synchronize()
         arrived = _views(buffer, params)
         if not self._grads:
