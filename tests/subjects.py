@@ -23,7 +23,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "fsdp": ("*/test_torch_fsdp*",),
     "zero": ("*/test_low_level_zero*", "*/test_zero_*", "*/test_torch_ddp*", "*/test_flat_*", "*/test_local_sgd*"),
     "pipeline": ("*/test_pipeline*", "*/test_stage_*", "*/test_micro*", "*/test_deferred_*", "*/test_p2p_*"),
-    "hybrid": ("*/test_hybrid*", "*/test_extra_axes*", "*/test_rank_layout*"),
+    "hybrid": ("*/test_hybrid*", "*/test_extra_axes*", "*/test_parallel_groups*"),
     "moe": ("*/test_moe*", "*/test_expert_*", "*/test_load_balancing*", "*/test_shared_experts*"),
     "tensor": (
         *("*/test_tensor_*", "*/test_sequence*", "*/test_vocab_*", "*/test_zoo*", "*/test_lora*", "*/test_quantized*"),

@@ -42,9 +42,6 @@ class _ConstructionMarker(type):
         return model
 
 
-_train, _evaluate = in_phase("forward")(nn.Module.__call__), in_phase("evaluate")(nn.Module.__call__)
-
-
 class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
     """Boosted model.
 
@@ -119,8 +116,15 @@ class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
         if trains:
             for observer in current_thread.state.observers:
                 observer.on_forward(self, args, kwargs)
-        run = _train if trains or self.training else _evaluate
-        return run(self, *args, **kwargs)
+        return (self._run_training if trains or self.training else self._run_evaluation)(args, kwargs)
+
+    @in_phase("forward")
+    def _run_training(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return super().__call__(*args, **kwargs)
+
+    @in_phase("evaluate")
+    def _run_evaluation(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return super().__call__(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the plugin's forward; arguments and result are those of the user's model."""

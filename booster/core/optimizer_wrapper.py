@@ -35,6 +35,7 @@ from .precision import LossScaler, MasterWeights
 from .shard_aware import FusedUpdate, update_on_all_ranks
 
 # torch's functions, without the check of Note [Plain torch]
+_NO_CONTEXT = nullcontext()
 _clip_by_norm = torch.no_grad()(inspect.unwrap(nn.utils.clip_grads_with_norm_))
 _clip_by_value = torch.no_grad()(inspect.unwrap(nn.utils.clip_grad_value_))
 
@@ -44,9 +45,6 @@ _clip_by_value = torch.no_grad()(inspect.unwrap(nn.utils.clip_grad_value_))
 # methods write is unknown, and a rank sees its own shards only. So all ranks call every method that the wrapper lacks,
 # compare a checksum of their shards before and after, and update the model if any rank's has changed. The method gets
 # the gradients of step(); if it clears them all, the accumulation has ended.
-
-
-_NO_CONTEXT = nullcontext()
 
 
 class OptimizerWrapper(DeprecatedOverrides, Optimizer):

@@ -121,7 +121,7 @@ class _CurrentThread(threading.local):
 
 _lock = threading.Lock()
 _threads: WeakValueDictionary[int, _ThreadState] = WeakValueDictionary()  # freed with the thread
-current_thread = _CurrentThread()
+current_thread = _CurrentThread()  # read by what notifies observers, as a function would cost a call per step
 
 
 class Phase:
@@ -167,9 +167,11 @@ class Phase:
 def is_in_phase(name: str) -> bool:
     """Return whether this thread is in a phase, as the innermost one or around it."""
     phase = current_thread.state.phase
-    while phase is not None and phase[0] != name:
-        phase = phase[3]
-    return phase is not None
+    while phase is not None:
+        entered, _, _, phase = phase
+        if entered == name:
+            return True
+    return False
 
 
 _on_entry: Callable[[str], None] | None = None
@@ -194,7 +196,7 @@ def in_phase(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             if state.observers or _on_entry is not None:
                 with Phase(name):
                     return function(*args, **kwargs)
-            outer = state.phase
+            outer = state.phase  # what `Phase` does without observers, at a quarter of its calls
             state.phase = (name, None, time.perf_counter(), outer)
             try:
                 return function(*args, **kwargs)

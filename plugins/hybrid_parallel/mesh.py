@@ -1,4 +1,4 @@
-"""Device mesh of the axes dp, pp, sp and tp, and of the user's own, the process groups along them, and ColossalAI's."""
+"""Device mesh of the axes dp, pp, sp and tp, and of the user's own, and process groups, also of ColossalAI's modes."""
 
 from __future__ import annotations
 

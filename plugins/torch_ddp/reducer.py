@@ -40,7 +40,9 @@ from .config import DDPConfig
 # The full `.grad` is reduced, including earlier backwards. This is correct because averaging is idempotent: an averaged
 # gradient is equal on all ranks, and its mean is itself. It does not matter which backwards ran under no_sync, for
 # which forward, or through which method of the model.
-# A parameter that was frozen since a backward under no_sync is reduced once more, as its gradient is still this rank's.
+# A frozen parameter is in no bucket, but may have a gradient from before it was frozen, which no_sync or the backward
+# of another optimizer has left local. Once all ranks know of such gradients, they are reduced in further buckets, in
+# each backward until they are cleared.
 # A gradient may arrive after its bucket was issued in the same backward (a parameter used inside and outside of a
 # reentrant activation checkpoint). It is added to the mean, and the bucket is issued a second time at the end. Later
 # backwards issue that bucket at their end only.
@@ -72,7 +74,6 @@ class ParamGrad:
         view: View of the bucket's buffer.
         has_arrived: If True, it has arrived in the current backward.
         is_local: If True, it changed on this rank since its bucket was issued.
-        may_be_local: If True, the parameter was trainable, on all ranks, in a backward since the last reduction.
         source: `.grad` while the bucket is in flight.
         unclaimed: Mean of a gradient that this rank does not have, until the ranks have exchanged which are used.
         handle: Handle of the reducer's hook on the parameter.
@@ -84,7 +85,6 @@ class ParamGrad:
     view: torch.Tensor | None = None
     has_arrived: bool = False
     is_local: bool = False
-    may_be_local: bool = False
     source: torch.Tensor | None = None
     unclaimed: torch.Tensor | None = None
     handle: RemovableHandle | None = None
@@ -331,7 +331,7 @@ class Reducer:
             if self._synchronizes:
                 self._begin(overlaps=self._overlaps)
             else:
-                self._keep_local()
+                self._may_be_local = True
             yield
         except BaseException:
             # Restore the local gradients in flight, because other ranks may never reduce them.
@@ -363,15 +363,9 @@ class Reducer:
         self._begin(overlaps=False)
         self._finish()
 
-    def _keep_local(self) -> None:
-        """Note that this backward's gradients are left to the next reduction."""
-        self._may_be_local = True
-        for grad in self._grads:
-            grad.may_be_local = grad.may_be_local or grad.parameter.requires_grad
-
     def mark_local(self) -> None:
         """Mark existing gradients, such as those of a loaded checkpoint, for the next `reduce_rest`."""
-        self._keep_local()
+        self._may_be_local = True
         for grad in self._grads:
             grad.is_local = grad.parameter.grad is not None
 
@@ -393,15 +387,13 @@ class Reducer:
     def _reduce_after_backward(self) -> None:
         """Queue a reduction at the end of a backward that is not the optimizer's, such as `loss.backward()`."""
         backward = torch._C._current_graph_task_id()
-        if self._queued_in == backward:
-            return
-        self._queued_in = backward
         if not self._synchronizes:
-            self._keep_local()
-            return
-        if self not in _due:  # a failed backward may have left it there
-            _due.append(self)
-        torch.autograd.Variable._execution_engine.queue_callback(_reduce_due)  # type: ignore[attr-defined]
+            self._may_be_local = True
+        elif self._queued_in != backward:
+            self._queued_in = backward
+            if self not in _due:  # a failed backward may have left it there
+                _due.append(self)
+            torch.autograd.Variable._execution_engine.queue_callback(_reduce_due)  # type: ignore[attr-defined]
 
     # Buckets during backward.
 
@@ -510,6 +502,7 @@ class Reducer:
                 bucket.waits_for_end = True
                 self._issue(bucket)
         self._drain()
+        self._reduce_frozen(used)
         for grad, is_used in zip(self._grads, used, strict=True):
             if is_used and grad.produces_sparse:
                 grad.parameter.grad = _sparse_mean(grad.parameter)
@@ -521,10 +514,20 @@ class Reducer:
             broadcast_coalesced(list(module.buffers()), None)
         self._note_reduced()
 
+    def _reduce_frozen(self, used: Sequence[bool]) -> None:
+        """Average the gradients of frozen parameters, if any rank has one. Collective then."""
+        pairs = zip(self._grads, used, strict=True)
+        frozen = [grad for grad, is_used in pairs if is_used and grad.bucket is None and not grad.produces_sparse]
+        for bucket in self._new_buckets(frozen):
+            self._issue(bucket)
+        self._drain()
+        for grad in frozen:
+            grad.bucket = grad.view = None
+
     def _note_reduced(self) -> None:
         self._next, self._may_be_local, self._reduced_at = 0, False, _num_backwards
         for grad in self._grads:
-            grad.is_local = grad.may_be_local = False
+            grad.is_local = False
         for bucket in self._buckets:
             bucket.is_issued = False
 
@@ -546,15 +549,18 @@ class Reducer:
         return used, flags[len(mine) :]
 
     def _form_buckets(self) -> None:
-        """Assign parameters to buckets, if the set of those that are trainable, or were before, has changed."""
-        trained = [grad.parameter.requires_grad or grad.may_be_local for grad in self._grads]
+        """Assign trainable parameters to buckets, if the set of trainable parameters has changed."""
+        trained = [grad.parameter.requires_grad for grad in self._grads]
         if trained == self._trained:
             return
         self._trained, self._static_use = trained, None
         for grad in self._grads:
             grad.bucket = grad.view = None
-        dense = [grad for grad, one in zip(self._grads, trained, strict=True) if one and not grad.produces_sparse]
-        self._buckets = _form_buckets(dense, self._config.bucket_bytes, uses_views=self._config.gradient_as_bucket_view)
+        dense = [grad for grad in self._grads if grad.parameter.requires_grad and not grad.produces_sparse]
+        self._buckets = self._new_buckets(dense)
+
+    def _new_buckets(self, grads: Sequence[ParamGrad]) -> list[Bucket]:
+        return _form_buckets(grads, self._config.bucket_bytes, uses_views=self._config.gradient_as_bucket_view)
 
 
 def _sparse_mean(parameter: nn.Parameter) -> torch.Tensor:

@@ -442,10 +442,7 @@ class ParamGroup:
         grads.clear()
         work = start_reduce_scatter(send_buffer, self.process_group)
         accumulate = bool(self._grads) and not self._offloads
-        if accumulate:
-            output = self.reduced_grads()
-        else:
-            output = torch.empty(numel, dtype=self.grad_dtype, device=self.device)
+        output = self.reduced_grads() if accumulate else torch.empty(numel, dtype=self.grad_dtype, device=self.device)
         if not accumulate and not self._offloads:
             self._grads, self._grad_buffer = _views(output, params), output
         work.set_output(output, accumulate=accumulate)

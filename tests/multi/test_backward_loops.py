@@ -285,3 +285,40 @@ def test_layers_may_train_in_turns(name):
 @pytest.mark.parametrize("name", PLUGINS)
 def test_layers_may_be_frozen_and_unfrozen_at_any_time(name, loop):
     run_ranks(compared, 2, name, loop)
+
+
+def freeze_after_the_backward_of_another_optimizer(name: str) -> None:
+    """Rank 1 alone uses the judge in the generator's loss; then a layer of the judge is frozen, and the judge steps."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(3)
+    generator, judge = Net(), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    booster = Booster(plugin=PLUGINS[name]())
+    references = [copy.deepcopy(model).to(booster.device) for model in (generator, judge)]
+    serial = [Training(one, torch.optim.SGD(one.parameters(), lr=0.1), one) for one in references]
+    parallel = []
+    for model in (generator, judge):
+        boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        parallel.append(Training(boosted, optimizer, booster.unwrap_model(boosted), booster))
+    for step in range(3):
+        batch = torch.randn(4 * size, 6, generator=torch.Generator().manual_seed(step)).to(booster.device)
+        for (made, judged), part, is_serial in ((serial, batch, True), (parallel, batch[rank * 4 :][:4], False)):
+            outputs = made.model(part)
+            is_judged = torch.arange(4 * size, device=part.device) >= 4 if is_serial else rank > 0
+            unjudged = outputs.square().mean(1, keepdim=True)
+            scores = unjudged if is_judged is False else judged.model(outputs)
+            scores = torch.where(is_judged[:, None], scores, unjudged) if is_serial else scores
+            made.backward(scores.mean())
+            made.step()
+            judged.user_model[0].requires_grad_(False)
+            judged.backward(judged.model(part[:, :3]).square().mean())
+            judged.step()
+            judged.user_model[0].requires_grad_(True)
+    for mine, reference in zip(parallel, references, strict=True):
+        assert_alike(booster, mine.model, reference, f"{type(reference).__name__} under {name}")
+    torch.testing.assert_close(parallel[1].norms, serial[1].norms, rtol=1e-4, atol=1e-6)
+
+
+# Under Gemini and FSDP a forward is collective, so no rank may run a model alone.
+@pytest.mark.parametrize("name", [name for name in PLUGINS if name not in ("gemini", "fsdp")])
+def test_a_layer_may_be_frozen_after_the_backward_of_another_optimizer(name):
+    run_ranks(freeze_after_the_backward_of_another_optimizer, 2, name)

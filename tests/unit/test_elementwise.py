@@ -17,7 +17,7 @@ from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from booster import ConfigError
-from booster.plugins.sharding.elementwise import find_obstacle, require_elementwise
+from booster.plugins.sharding.elementwise import find_obstacle, require_elementwise, sharding_obstacle
 
 TORCH = {
     "adam": partial(optim.Adam, lr=1e-2),
@@ -100,7 +100,7 @@ def test_every_torch_optimizer_is_accepted_or_refused_by_name():
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_elementwise_classes_of_others_are_accepted(name):
-    require_elementwise(ELEMENTWISE[name](make_parameters()))
+    assert sharding_obstacle(ELEMENTWISE[name](make_parameters())) is None
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -134,9 +134,10 @@ def test_differentiable_steps_are_refused():
 
 
 def test_the_protocol_is_taken_at_its_word():
-    require_elementwise(ShardAwareLamb(make_parameters()))
+    assert sharding_obstacle(ShardAwareLamb(make_parameters())) is None
     declared = type("Declared", (made_up.Noisy,), {"use_shards": lambda self, shards: None})
-    require_elementwise(declared(make_parameters()))
+    assert sharding_obstacle(made_up.Noisy(make_parameters())) is not None
+    assert sharding_obstacle(declared(make_parameters())) is None
 
 
 # Nothing is touched.
