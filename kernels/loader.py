@@ -34,7 +34,6 @@ from booster.errors import ConfigError
 from booster.logger import get_dist_logger
 
 from .build import KERNELS, BuildError, KernelSource, Toolchain, build, find_toolchain, missing_requirement
-from .float8 import GRADIENT_DTYPE, native_problem
 
 CACHE_VARIABLE = "BOOSTER_KERNEL_CACHE"
 WAIT_SECONDS = 900.0
@@ -351,6 +350,8 @@ def _float8_matmul(device_type: str) -> KernelStatus:
     name = "float8 matmul"
     if device_type == "cpu":
         return KernelStatus(name=name, status="reference", reason="emulated in fp32, which is faster on the CPU")
+    from .float8 import GRADIENT_DTYPE, native_problem  # here: its decorators import torch's compiler
+
     problem = native_problem(device_type) or native_problem(device_type, GRADIENT_DTYPE)
     if problem is not None:
         return KernelStatus(name=name, status="reference", reason=f"emulated in fp32: {problem}")

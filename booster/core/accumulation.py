@@ -226,26 +226,3 @@ def check_scalar_loss(loss: Any) -> None:
             "the loss does not depend on any parameter that requires a gradient: compute it outside of torch.no_grad()"
             " and without detach(), and check requires_grad of the parameters"
         )
-
-
-_num_boosted_backwards = 0
-
-
-class _BoostedBackward:
-    """Context of autograd in the backward of a boosted optimizer; a class, as a generator takes six times as long."""
-
-    def __enter__(self) -> None:
-        global _num_boosted_backwards
-        _num_boosted_backwards += 1
-
-    def __exit__(self, *error: object) -> None:
-        global _num_boosted_backwards
-        _num_boosted_backwards -= 1
-
-
-boosted_backward = _BoostedBackward()
-
-
-def is_in_boosted_backward() -> bool:
-    """Return whether a boosted optimizer's backward is running."""
-    return _num_boosted_backwards > 0

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from booster.comm import all_reduce_numbers, raise_on_all_ranks
 from booster.deprecation import DeprecatedAlias, DeprecatedOverrides
-from booster.errors import ConfigError
+from booster.errors import BoosterError, ConfigError
 from booster.fault_tolerance.progress import current_thread, end_step, in_phase
 from booster.kernels.checksum import tensor_crc32
 
@@ -24,7 +24,6 @@ from .accumulation import (
     AccumulationState,
     UnscaleFactors,
     any_nonfinite,
-    boosted_backward,
     check_scalar_loss,
     gradient_norm,
     multiply,
@@ -32,7 +31,7 @@ from .accumulation import (
 from .model_wrapper import ModelWrapper
 from .optimizer_state import OptimizerState
 from .precision import LossScaler, MasterWeights
-from .shard_aware import FusedUpdate, update_on_all_ranks
+from .shard_aware import FusedUpdate
 
 # torch's functions, without the check of Note [Plain torch]
 _NO_CONTEXT = nullcontext()
@@ -133,9 +132,10 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
             observer.on_loss(self, loss, num_items)
         if self.loss_scaler is not None:
             loss = loss * self.loss_scaler.scale
-        with boosted_backward, self._backward_context():
+        with self._backward_context():
             loss.backward(inputs=inputs, retain_graph=retain_graph)
-        self._unscale_in_place()
+        if self._is_last_microbatch:
+            self._unscale_in_place()
 
     @in_phase("backward")
     def backward_by_grad(
@@ -154,9 +154,10 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
             retain_graph: If True, keep the graph for another backward.
         """
         self._begin_accumulation(None)
-        with boosted_backward, self._backward_context():
+        with self._backward_context():
             torch.autograd.backward(tensor, grad, inputs=inputs, retain_graph=retain_graph)
-        self._unscale_in_place()
+        if self._is_last_microbatch:
+            self._unscale_in_place()
 
     def _begin_accumulation(self, num_items: float | None) -> None:
         if self._accumulation.is_unscaled and not self._has_gradients():
@@ -183,7 +184,7 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
 
         A further backward() of the same microbatch reverts it, see `_begin_accumulation`.
         """
-        if self._is_last_microbatch and self._uses_param_grads():
+        if self._uses_param_grads():
             self._accumulation.grad_factor = self._accumulation.unscale_factor(1.0, self.data_parallel_group)
             if self._accumulation.grad_factor != 1.0:
                 multiply(self._gradients(), self._accumulation.grad_factor)
@@ -689,7 +690,18 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
 
         Collective if `StateAllocator.may_fail_locally`.
         """
-        update_on_all_ranks(update, self.optim, self._accumulation, self.data_parallel_group)
+        if not getattr(self.optim, "may_fail_locally", False):  # `isinstance` with a protocol takes longer
+            update()
+            return
+        failure: Exception | None = None
+        try:
+            if not self._accumulation.was_updated_locally:
+                update()
+            self._accumulation.was_updated_locally = True
+        except (OSError, BoosterError) as error:  # raised on all ranks below
+            failure = error
+        raise_on_all_ranks(failure, self.data_parallel_group)
+        self._accumulation.was_updated_locally = False
 
     def _step_fused(
         self, model_params: Mapping[nn.Parameter, torch.Tensor], gradients: Mapping[nn.Parameter, torch.Tensor]

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from booster.errors import ConfigError
+from booster.fault_tolerance.progress import is_any_thread_in_phase
 
-from .accumulation import is_in_boosted_backward
 from .model_wrapper import ModelWrapper
 from .optimizer_wrapper import OptimizerWrapper
 
@@ -95,7 +95,7 @@ def refuse_plain_gradient(*_: Any) -> None:
     Raises:
         ConfigError: It was not computed in a boosted optimizer's backward.
     """
-    if not is_in_boosted_backward():
+    if not is_any_thread_in_phase("backward", "pipeline"):
         raise ConfigError(
             "loss.backward() computes gradients of a model that was boosted without an optimizer, and gradients are"
             " reduced over ranks for boosted optimizers only: write model, optimizer, *_ = booster.boost(model,"

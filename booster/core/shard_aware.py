@@ -18,11 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from booster.comm import all_reduce_sum, collective_device, group_size, raise_on_all_ranks
-from booster.errors import BoosterError, ConfigError
+from booster.comm import all_reduce_sum, collective_device, group_size
+from booster.errors import ConfigError
 from booster.pytree import copy_with_tensors
 
-from .accumulation import AccumulationState
 from .shard_spec import Box, ShardSpec, TensorSlice, _overlaps, is_sharded, shard_spec_of
 
 
@@ -378,31 +377,3 @@ def update_master(master: torch.Tensor, weights: torch.Tensor) -> None:
     weights = weights.to(master.device)
     is_same = master.to(weights.dtype) == weights
     master.copy_(torch.where(is_same, master, weights.to(master.dtype)))
-
-
-def update_on_all_ranks(
-    update: Callable[[], Any], optim: Optimizer, accumulation: AccumulationState, group: dist.ProcessGroup | None
-) -> None:
-    """Run an optimizer's update; a failure on any rank is raised on all, and the next call retries.
-
-    Args:
-        update: Update of this rank's parameters.
-        optim: The user's optimizer.
-        accumulation: State of the accumulation that ends with the update.
-        group: Ranks that update together.
-
-    Collective over `group` if `StateAllocator.may_fail_locally`.
-    """
-    # By attribute: `isinstance` with a protocol takes longer than all the rest.
-    if not getattr(optim, "may_fail_locally", False):
-        update()
-        return
-    failure: Exception | None = None
-    try:
-        if not accumulation.was_updated_locally:
-            update()
-        accumulation.was_updated_locally = True
-    except (OSError, BoosterError) as error:  # raised on all ranks below
-        failure = error
-    raise_on_all_ranks(failure, group)
-    accumulation.was_updated_locally = False

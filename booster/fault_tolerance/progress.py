@@ -166,12 +166,22 @@ class Phase:
 
 def is_in_phase(name: str) -> bool:
     """Return whether this thread is in a phase, as the innermost one or around it."""
-    phase = current_thread.state.phase
+    return any(entered[0] == name for entered in _entered_phases(current_thread.state))
+
+
+def is_any_thread_in_phase(*names: str) -> bool:
+    """Return whether any thread of this process is in one of the phases; hooks of autograd run in its own threads."""
+    with _lock:
+        states = list(_threads.values())
+    return any(entered[0] in names for state in states for entered in _entered_phases(state))
+
+
+def _entered_phases(state: _ThreadState) -> Iterator[_Entered]:
+    """Yield the current phases of a thread, the innermost first."""
+    phase = state.phase
     while phase is not None:
-        entered, _, _, phase = phase
-        if entered == name:
-            return True
-    return False
+        yield phase
+        phase = phase[3]
 
 
 _on_entry: Callable[[str], None] | None = None
@@ -292,16 +302,12 @@ def current_progress(thread_id: int | None = None) -> Progress:
         state = _threads.get(threading.get_ident() if thread_id is None else thread_id)
     if state is None:
         return Progress()
-    entered: list[_Entered] = []
-    innermost = phase = state.phase
-    while phase is not None:
-        entered.append(phase)
-        phase = phase[3]
+    entered = list(_entered_phases(state))
     operation = next((one for _, one, _, _ in entered if one is not None), None)
     return Progress(
         num_steps=state.num_steps,
         phases=tuple(name for name, _ in groupby(name for name, *_ in reversed(entered))),
-        seconds=0.0 if innermost is None else time.perf_counter() - innermost[2],
+        seconds=time.perf_counter() - entered[0][2] if entered else 0.0,
         operation=None if operation is None else _info_of(operation, operation.group),
         last_operation=None if state.last_operation is None else state.last_operation.info(),
     )

@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.comm import group_size
-from booster.core.accumulation import boosted_backward
 from booster.core.shard_aware import shard_state
 from booster.errors import CheckpointError
 from booster.interface import LossScaler, Shard, Shards, shard_spec_of
@@ -233,7 +232,7 @@ class ZeroOptimizer(ShardedOptimizer):
             num_microbatches=num_microbatches,
             sum_before=self._part.reduce_tied_gradients,
         )
-        with self.no_sync(), boosted_backward, collecting:
+        with self.no_sync(), collecting:
             yield self._reducer.start_issuing
 
     # Gradients.
