@@ -366,7 +366,9 @@ class Booster(CheckpointMethods):
         return self.plugin.no_sync(model, optimizer)
 
     @contextmanager
-    def accumulate(self, model: ModelWrapper, optimizer: OptimizerWrapper, steps: int) -> Iterator[bool]:
+    def accumulate(
+        self, model: ModelWrapper, optimizer: OptimizerWrapper, steps: int, loader: Iterable[Any] | None = None
+    ) -> Iterator[bool]:
         """Accumulate gradients over several microbatches: the step's gradient is their mean, as of one large batch.
 
         Inside, `optimizer.step`, `zero_grad` and clipping take effect with the last microbatch only; ranks communicate
@@ -377,15 +379,25 @@ class Booster(CheckpointMethods):
             model: Boosted model.
             optimizer: Its boosted optimizer.
             steps: Number of microbatches per step.
+            loader: Loader, or result of `join_uneven`, whose last batch ends a step; optional, defaults to the one that
+                was read last. To be given where a loop reads several.
 
         Yields:
             True for the last microbatch of a step: the one to step an LR scheduler in.
+
+        Raises:
+            ConfigError: `steps` is not a number of microbatches, or `loader` is not being read.
         """
         if not is_int(steps) or steps < 1:
             raise ConfigError(f"accumulate(steps={steps!r}) is not a number of microbatches: give an int of 1 or more")
         model = check_boosted_model(model, "accumulate")
         optimizer = check_boosted_optimizer(optimizer, "accumulate")
-        batch = active_position()
+        batch = active_position(loader)
+        if loader is not None and batch is None:
+            raise ConfigError(
+                f"accumulate(loader=...) got a {type(loader).__name__} that is not being read: give the loader that"
+                " boost() or prepare_dataloader() returned, or the result of join_uneven(), while a loop is over it"
+            )
         is_last = optimizer.num_microbatches + 1 >= steps or (batch is not None and batch.is_last)
         with nullcontext() if is_last else self.no_sync(model, optimizer), optimizer.microbatch(is_last):
             yield is_last

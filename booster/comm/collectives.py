@@ -348,9 +348,7 @@ def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None =
         if is_fake_world():
             with start_op("broadcast", group, sent=sent, received=received).ending():
                 continue
-        buffer = tensor.detach().to(device).contiguous()
-        if device.type != "cpu":  # bytes: nccl lacks some dtypes
-            buffer = buffer.view(-1).view(torch.uint8)
+        buffer = tensor.detach().to(device).contiguous().view(-1).view(torch.uint8)  # backends lack some dtypes
         _broadcast(start_op("broadcast", group, sent=sent, received=received), buffer, source)
         if buffer.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(buffer.view(tensor.dtype).view(tensor.shape))
@@ -408,6 +406,8 @@ def all_gather_bytes(payload: bytes, group: dist.ProcessGroup | None = None) -> 
         senders.setdefault(other, rank)
     lengths = [int.from_bytes(other[-8:], "little") for other in senders]
     sender_of_ours = senders[digest]
+    if len(senders) == 1:
+        return [payload], [0] * size
     if len(senders) <= _MAX_BROADCASTS:
         payloads = []
         for sender, length in zip(senders.values(), lengths, strict=True):

@@ -54,7 +54,8 @@ class UnscaleFactors:
         if self.grad_scale != 1.0:
             multiply(gradients, self.grad_scale)
         if self.clip_coef is not None:
-            multiply(gradients, self.clip_coef)
+            for device in {gradient.device for gradient in gradients}:  # some may be on the host
+                multiply([one for one in gradients if one.device == device], self.clip_coef.to(device))
 
 
 def multiply(gradients: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:

@@ -37,12 +37,16 @@ class Kept:
         Raises:
             RuntimeError: It was modified in place.
         """
-        if self._tensor._version != self._version:
-            raise RuntimeError(
-                f"a {self._tensor.dtype} tensor of shape {tuple(self._tensor.shape)}, which backward needs as it was in"
-                " forward, has been modified by an in-place operation: use an operation that is not in place"
-            )
+        _check_version(self._tensor, self._version)
         return self._tensor
+
+
+def _check_version(tensor: torch.Tensor, version: int) -> None:
+    if tensor._version != version:
+        raise RuntimeError(
+            f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)}, which backward needs as it was in forward, has"
+            " been modified by an in-place operation: use an operation that is not in place"
+        )
 
 
 class _PackedByOthers:
@@ -140,6 +144,7 @@ class _OnHost:
         to_host, self._to_device = streams
         self._before = None if before is None else weakref.ref(before)
         self._fetched: torch.Tensor | None = None
+        self._source, self._version = weakref.ref(tensor), tensor._version
         source = tensor.detach()
         self._host = torch.empty_like(source, device="cpu", pin_memory=True)
         to_host.wait_stream(torch.accelerator.current_stream(self._device))
@@ -159,7 +164,14 @@ class _OnHost:
         self._is_on_device = self._to_device.record_event()
 
     def unpack(self) -> torch.Tensor:
-        """Return the activation on its device, and start the copy of the one before."""
+        """Return the activation on its device, and start the copy of the one before.
+
+        Raises:
+            RuntimeError: It was modified in place, perhaps before it was copied.
+        """
+        source = self._source()
+        if source is not None:
+            _check_version(source, self._version)
         self.start_fetch()
         current = torch.accelerator.current_stream(self._device)
         current.wait_event(self._is_on_device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -75,6 +76,7 @@ class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
         self.failed_loads = {}
         self._load_hooks: list[Callable[[], None]] = []
         self._master_slices: list[Callable[[], list[TensorSlice]]] = []
+        self._optimizer: weakref.ref[Any] | None = None
         # Not a submodule: its names would appear a second time, with the plugin's prefix.
         self.__dict__["forward_module"] = module if forward_module is None else forward_module
         first = next(module.parameters(), None)
@@ -148,6 +150,18 @@ class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
         # Not by assignment, which is forwarded to the user's module: its `train` may have left it in another mode.
         vars(self)["training"] = mode
         return self
+
+    def register_optimizer(self, optimizer: Any) -> None:
+        """Register the boosted optimizer of this model; called by the optimizer."""
+        self._optimizer = weakref.ref(optimizer)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of the model, those of its optimizer as `optimizer.zero_grad()` does."""
+        optimizer = None if self._optimizer is None else self._optimizer()
+        if optimizer is not None and optimizer.model is self:  # a copy of the model has none
+            optimizer.zero_model_grad(set_to_none)
+        else:
+            super().zero_grad(set_to_none)
 
     # Overridden by plugins: around a forward, around a method that runs modules, and before a backward.
 

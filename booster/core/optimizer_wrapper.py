@@ -33,8 +33,8 @@ from .optimizer_state import OptimizerState
 from .precision import LossScaler, MasterWeights
 from .shard_aware import FusedUpdate
 
-# torch's functions, without the check of Note [Plain torch]
 _NO_CONTEXT = nullcontext()
+# torch's functions, without the check of Note [Plain torch]
 _clip_by_norm = torch.no_grad()(inspect.unwrap(nn.utils.clip_grads_with_norm_))
 _clip_by_value = torch.no_grad()(inspect.unwrap(nn.utils.clip_grad_value_))
 
@@ -96,6 +96,8 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         self._gradient_hooks: list[Callable[[Sequence[torch.Tensor]], None]] = []
         self._step_hooks: list[Callable[[], None]] = []
         self._fused_update = optim if isinstance(optim, FusedUpdate) else None
+        self._may_fail_locally = bool(getattr(optim, "may_fail_locally", False))  # see `StateAllocator`
+        model.register_optimizer(self)
 
     # Backward.
 
@@ -272,10 +274,11 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         """Return the 2-norm of the unscaled gradients before clipping, after zero_grad() that of the last step.
 
         If `clip_grad_by_norm` computed another norm for this step, that one is returned. None before any gradient.
+        Until the last microbatch of `Booster.accumulate`, it is that of the last step.
 
         Collective: every rank must call it.
         """
-        if self._accumulation.norm is None and self._accumulation.is_open:
+        if self._accumulation.norm is None and self._has_complete_gradients():
             self._unscale_gradients()
             self._accumulation.norm = self._last_norm = self._total_norm(2.0)
         return None if self._last_norm is None else float(self._last_norm)
@@ -361,18 +364,35 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         """
         self._call_user_method(write)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients and end the accumulation; no effect inside of `Booster.accumulate` before the step."""
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear the gradients and end the accumulation.
+
+        No effect from the first microbatch of `Booster.accumulate` to the step, so it may be called in every iteration.
+
+        Args:
+            set_to_none: If True, gradients are set to None, else to zero; optional, defaults to True, or to the
+                attribute `set_grad_none` of optimizers such as LAMB.
+        """
         if self._is_accumulating:
             return
+        if set_to_none is None:
+            set_to_none = getattr(self.optim, "set_grad_none", True)
+        self._clear_gradients(set_to_none)
+        self._accumulation = AccumulationState()
+
+    def _clear_gradients(self, set_to_none: bool) -> None:
         if self.master_weights is not None:
             for parameter in self._model_parameters():
-                if set_to_none or parameter.grad is None:
-                    parameter.grad = None
-                else:
-                    parameter.grad.zero_()
+                _clear_gradient(parameter, set_to_none)
         self.optim.zero_grad(set_to_none)
-        self._accumulation = AccumulationState()
+
+    def zero_model_grad(self, set_to_none: bool) -> None:
+        """Clear the gradients of all parameters of the model; `model.zero_grad()` calls it."""
+        own = {id(one) for index in range(len(self.param_groups)) for one in self.group_parameters(index)}
+        for parameter in self.model.parameters():
+            if id(parameter) not in own:
+                _clear_gradient(parameter, set_to_none)
+        self.zero_grad(set_to_none)
 
     @property
     def _is_accumulating(self) -> bool:
@@ -476,6 +496,16 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
             if gradient is not None:
                 yield names.get(id(model_parameter), "a parameter outside of the model"), gradient
 
+    def _has_complete_gradients(self) -> bool:
+        """Whether a step would use gradients that no step has used: not between microbatches of an accumulation.
+
+        Collective if ranks hold shards.
+        """
+        is_incomplete = self._defers_step or (self._num_microbatches > 0 and not self._is_last_microbatch)
+        if is_incomplete or self._accumulation.has_stepped:
+            return False
+        return self._accumulation.num_backwards > 0 or self._any_rank([self._has_gradients()])[0]
+
     def _on_gradients_changed(self) -> None:
         """Called after gradient hooks, which may have changed the gradients; does nothing by default."""
 
@@ -546,7 +576,7 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         Raises:
             ConfigError: It updates weights from loss-scaled gradients, where an overflow cannot be skipped.
         """
-        has_gradients = self._accumulation.is_open and not self._defers_step
+        has_gradients = self._has_complete_gradients()
         if has_gradients:
             self._unscale_gradients()
             self._apply_factors()
@@ -674,23 +704,25 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
 
     def _update_parameters(self) -> None:
         """Step the user's optimizer and write the result into the model."""
+        if self.master_weights is not None:
+            self.master_weights.follow_model()
         if self._accumulation.factors is not None:
             pairs = [(master, self.model_parameter(master)) for master in self._optimized_parameters()]
             copies = {master: parameter for master, parameter in pairs if parameter is not master}
             weights = {master: parameter.detach() for master, parameter in copies.items()}
             gradients = {master: one.grad for master, one in copies.items() if one.grad is not None}
             self._run_on_all_ranks(lambda: self._step_fused(weights, gradients))
-            return
-        self._run_on_all_ranks(self.optim.step)
+        else:
+            self._run_on_all_ranks(self.optim.step)
         if self.master_weights is not None:
-            self.master_weights.copy_to_model()
+            self.master_weights.end_step(is_model_updated=self._accumulation.factors is not None)
 
     def _run_on_all_ranks(self, update: Callable[[], Any]) -> None:
         """Run `update`; a failure on any rank is raised on all, and the next call retries.
 
-        Collective if `StateAllocator.may_fail_locally`.
+        Collective if `_may_fail_locally`.
         """
-        if not getattr(self.optim, "may_fail_locally", False):  # `isinstance` with a protocol takes longer
+        if not self._may_fail_locally:
             update()
             return
         failure: Exception | None = None
@@ -740,6 +772,8 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
 
     def _fetch_weights(self) -> None:
         """Copy changed or moved weights of the model into the optimizer's parameters. Collective."""
+        if self.master_weights is not None:
+            self.master_weights.follow_model()
 
     def _restore_memory(self) -> None:
         """Undo replacements of the optimizer's memory by `p.data = ...`, keeping the values."""
@@ -748,6 +782,13 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         """Write the optimizer's parameters into the model, on all ranks. Collective."""
         if self.master_weights is not None:
             self.master_weights.copy_to_model()
+
+
+def _clear_gradient(parameter: nn.Parameter, set_to_none: bool) -> None:
+    if set_to_none or parameter.grad is None:
+        parameter.grad = None
+    else:
+        parameter.grad = parameter.grad.detach().zero_()
 
 
 def _forward_to_user(name: str) -> Callable[..., Any]:

@@ -71,7 +71,15 @@ class MasterWeights(Protocol):
         ...
 
     def copy_to_model(self) -> None:
-        """Round the masters into the model's parameters, after a step."""
+        """Round all masters into the model's parameters."""
+        ...
+
+    def follow_model(self) -> None:
+        """Copy weights into the masters that were modified in place since the last step, except through `.data`."""
+        ...
+
+    def end_step(self, *, is_model_updated: bool) -> None:
+        """Round the updated masters into the model's parameters, unless the optimizer's step did so."""
         ...
 
     def refresh(self) -> None:

@@ -86,20 +86,20 @@ def unregister_iteration(iteration: Iteration) -> None:
     _active_iterations[:] = [ref for ref in _active_iterations if ref() is not None and ref() is not iteration]
 
 
-def active_iteration(loader: DistributedDataLoader[Any] | None = None) -> Iteration | None:
-    """Return the innermost active iteration, optionally of the given loader, or None."""
+def active_iteration(loader: Any = None) -> Iteration | None:
+    """Return the innermost active iteration, optionally of the given loader or the given one itself, or None."""
     for iteration in _innermost_first():
-        if loader is None or iteration.loader is loader:
+        if loader is None or loader is iteration.loader or loader is iteration:
             return iteration
     return None
 
 
-def active_position() -> BatchPosition | None:
-    """Return the position of the current batch of the innermost iteration, or None.
+def active_position(loader: Any = None) -> BatchPosition | None:
+    """Return the position of the current batch of the innermost iteration, optionally of the given loader, or None.
 
     Collective: no. Each rank has its own registry.
     """
-    iteration = active_iteration()
+    iteration = active_iteration(loader)
     return None if iteration is None else iteration.position
 
 

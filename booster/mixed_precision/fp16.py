@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from booster.comm import LOW_PRECISION
 from booster.core.model_wrapper import ModelWrapper
 from booster.core.optimizer_wrapper import OptimizerWrapper
+from booster.core.shard_aware import update_master
 from booster.core.shard_spec import TensorSlice
 from booster.errors import ConfigError
 from booster.interface.mixed_precision import MixedPrecision
@@ -29,6 +30,7 @@ class _MasterPair:
     model_param: nn.Parameter
     master: nn.Parameter
     grad: torch.Tensor | None = None  # the master's gradient buffer, kept over the steps
+    version: int = 0  # version counter of the model's parameter when both had the same values
 
 
 class Fp32MasterWeights:
@@ -50,6 +52,7 @@ class Fp32MasterWeights:
         for group in optim.param_groups:
             # In place: optimizers such as LBFGS keep the list itself.
             group["params"][:] = [self._create_master(parameter, originals) for parameter in group["params"]]
+        self._record_versions()
         for pair in self._pairs:
             if pair.model_param in optim.state:
                 state = optim.state.pop(pair.model_param)
@@ -72,9 +75,33 @@ class Fp32MasterWeights:
 
     @torch.no_grad()
     def copy_to_model(self) -> None:
-        """Copy the masters to the model parameters after a step."""
-        if self._pairs:
-            torch._foreach_copy_([pair.model_param for pair in self._pairs], [pair.master for pair in self._pairs])
+        """Copy all masters to the model parameters."""
+        self._copy_to_model(self._pairs)
+
+    def end_step(self, *, is_model_updated: bool) -> None:
+        """Copy the masters that had a gradient to the model parameters, unless the optimizer's step did so."""
+        if is_model_updated:
+            self._record_versions()
+        else:  # a frozen weight belongs to the user, who may write it in a way that nothing records
+            self._copy_to_model([pair for pair in self._pairs if pair.master.grad is not None])
+
+    @torch.no_grad()
+    def _copy_to_model(self, pairs: Sequence[_MasterPair]) -> None:
+        if pairs:
+            torch._foreach_copy_([pair.model_param for pair in pairs], [pair.master for pair in pairs])
+        self._record_versions()
+
+    def _record_versions(self) -> None:
+        for pair in self._pairs:
+            pair.version = pair.model_param._version
+
+    @torch.no_grad()
+    def follow_model(self) -> None:
+        """Update the masters of parameters that were modified in place since the last step, except through `.data`."""
+        for pair in self._pairs:
+            if pair.model_param._version != pair.version:
+                update_master(pair.master, pair.model_param)
+                pair.version = pair.model_param._version
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -84,8 +111,7 @@ class Fp32MasterWeights:
         loaded in either order.
         """
         for pair in self._pairs:
-            is_same = pair.master.to(pair.model_param.dtype) == pair.model_param
-            pair.master.copy_(torch.where(is_same, pair.master, pair.model_param.float()))
+            update_master(pair.master, pair.model_param)
 
     def slices(self, model: ModelWrapper) -> list[TensorSlice]:
         """Return the masters as slices with the names of their model parameters."""

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from booster.boost_checks import check_boosted_model, check_boosted_optimizer
 from booster.comm import ErrorBarrier, count_communication, group_rank, group_size
 from booster.device import max_memory_allocated
-from booster.errors import BoosterError, ConfigError, DesyncError
+from booster.errors import ConfigError, DesyncError
 from booster.fault_tolerance.progress import Phase, observe_phases
 from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.validation import check_flag, is_count, is_non_nan_number
@@ -277,7 +277,7 @@ class Monitor:
         try:
             if group_rank() == 0:
                 self._open_logs(opened)
-        except BoosterError as failure:  # raised on all ranks by the barrier
+        except Exception as failure:  # raised on all ranks by the barrier, also those of Weights & Biases
             error = failure
         fingerprint = self._settings.fingerprint()
         with _hint_if_slow():

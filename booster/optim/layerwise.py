@@ -150,7 +150,7 @@ class FusedLAMB(_LambBase):
     """
 
     _flags = ("bias_correction", "adam_w_mode", "grad_averaging", "use_nvlamb")
-    _set_grad_none = True
+    set_grad_none = True
     _initial_grads: dict[Tensor, Tensor] | None = None
     _step_grad_norm: Tensor | None = None
 
@@ -184,10 +184,10 @@ class FusedLAMB(_LambBase):
             "use_nvlamb": use_nvlamb,
         }
         super().__init__(params, defaults)
-        self._set_grad_none = set_grad_none
+        self.set_grad_none = set_grad_none
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_set_grad_none": self._set_grad_none}
+        return {**super().__getstate__(), "set_grad_none": self.set_grad_none}
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         super()._check_group(group)
@@ -202,7 +202,7 @@ class FusedLAMB(_LambBase):
         Args:
             set_to_none: If True, gradients are set to None; optional, defaults to `set_grad_none`.
         """
-        super().zero_grad(self._set_grad_none if set_to_none is None else set_to_none)
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     @contextmanager
     def full_step(self) -> Iterator[None]:

@@ -117,7 +117,8 @@ class EMAHook(Hook):
         priority: Position among the hooks.
 
     Raises:
-        ConfigError: An argument is invalid; in `fit`: the weights are of low precision and have no masters.
+        ConfigError: An argument is invalid; in `fit`: the weights are of low precision and have no masters, or the hook
+            averages those of another optimizer.
     """
 
     def __init__(
@@ -141,37 +142,65 @@ class EMAHook(Hook):
         self.priority = priority
         self._decay, self._every, self._evaluates, self._name = float(decay), every, evaluates, name
         self._average: WeightAverage | None = None
+        self._trainer: TrainerState | None = None
         self._is_applied = False
+        self._is_exchanged = False  # whether the model has the averages as its weights
 
     def before_fit(self, trainer: TrainerState) -> None:
-        if self._average is not None:
-            return
-        average = WeightAverage(trainer.optimizer, self._decay, self._name)
-        average.check_dtypes()
-        self._average = average
+        if self._average is None:
+            average = WeightAverage(trainer.optimizer, self._decay, self._name)
+            average.check_dtypes()
+            self._average = average
+            trainer.optimizer.register_step_hook(self._update)
+        elif self._trainer is not None and self._trainer.optimizer is not trainer.optimizer:
+            raise ConfigError(
+                "an EMAHook was given to a Trainer, and averages the weights of another optimizer: make one for each"
+                " optimizer"
+            )
+        self._trainer = trainer
 
-        def update() -> None:
-            # `trainer.step` is not counted yet. A step outside of `fit` belongs to another loop.
-            is_due = (trainer.step + 1) % self._every == 0
-            if trainer.is_fitting and is_due and not trainer.optimizer.step_was_skipped:
-                average.update()
-
-        trainer.optimizer.register_step_hook(update)
+    def _update(self) -> None:
+        trainer = self._trainer
+        assert trainer is not None
+        assert self._average is not None
+        # `trainer.step` is not counted yet. A step outside of `fit` belongs to another loop.
+        is_due = (trainer.step + 1) % self._every == 0
+        if trainer.is_fitting and is_due and not trainer.optimizer.step_was_skipped:
+            self._average.update()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the settings; the averages are in the optimizer."""
+        """Return the settings; the averages are in the optimizer.
+
+        Raises:
+            ConfigError: An evaluation has failed, and its averages are still the weights.
+        """
+        if self._is_exchanged and not self._is_applied:
+            raise ConfigError(
+                "a run is saved after an evaluation that failed, while its averages are still the model's weights: call"
+                " Trainer.fit() or Trainer.evaluate() first, which exchange them again"
+            )
         return {"decay": self._decay, "name": self._name}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Do nothing: that a checkpoint has the state says that it has averages."""
 
+    def before_iteration(self, trainer: TrainerState) -> None:
+        if not self._is_applied:  # exchanged by an evaluation that has failed
+            self._use_averages(False)
+
     def before_evaluation(self, trainer: TrainerState) -> None:
-        if self._evaluates and self._average is not None and not self._is_applied:
-            self._average.exchange()
+        if self._evaluates and not self._is_applied:
+            self._use_averages(True)
 
     def after_evaluation(self, trainer: TrainerState) -> None:
-        if self._evaluates and self._average is not None and not self._is_applied:
+        if self._evaluates and not self._is_applied:
+            self._use_averages(False)
+
+    def _use_averages(self, is_wanted: bool) -> None:
+        """Make the averages the model's weights, or the weights again. Collective if that is a change."""
+        if self._average is not None and self._is_exchanged != is_wanted:
             self._average.exchange()
+            self._is_exchanged = is_wanted
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -185,7 +214,7 @@ class EMAHook(Hook):
         if self._average is None:
             raise ConfigError("EMAHook.applied() has no averages yet: call Trainer.fit() with the hook first")
         raise_on_all_ranks(error_of(self._check_not_applied))
-        self._average.exchange()
+        self._use_averages(True)
         self._is_applied = True
         try:
             yield
@@ -197,12 +226,12 @@ class EMAHook(Hook):
                     error, "It was raised inside of EMAHook.applied(): the model still has the averages as weights."
                 )
                 raise
-            self._restore(self._average)
+            self._restore()
             raise
-        self._restore(self._average)
+        self._restore()
 
-    def _restore(self, average: WeightAverage) -> None:
-        average.exchange()
+    def _restore(self) -> None:
+        self._use_averages(False)
         self._is_applied = False
 
     def _check_not_applied(self) -> Any:

@@ -85,7 +85,8 @@ class MonitorHook(Hook):
         self._log_changed(trainer)
 
     def _log_changed(self, trainer: TrainerState) -> None:
-        changed = {name: value for name, value in trainer.metrics.items() if self._logged.get(name) != value}
+        logged = self._logged  # by their text, as nan is not equal to itself
+        changed = {name: value for name, value in trainer.metrics.items() if repr(logged.get(name)) != repr(value)}
         if changed and self._monitor is not None:
             self._monitor.log(**changed)
             self._logged |= changed

@@ -51,7 +51,7 @@ class Trainer(TrainerState):
         hooks: Objects with some of the methods of `booster.trainer.Hook`; a `LossHook`, and a `LRScheduleHook` if there
             is a scheduler, are added if there are none.
         accumulate: Number of batches per step, of which the gradient is the mean; see `Booster.accumulate`.
-        max_norm: Maximum gradient norm; optional, by default gradients are not clipped.
+        max_norm: Maximum gradient norm; optional, by default, as with 0, gradients are not clipped.
         gradient_handlers: Classes, registered names or `dict(type=name, ...)` of gradient handlers, which run in this
             order between backward and step; see `register_gradient_handler`.
 
@@ -242,7 +242,7 @@ class Trainer(TrainerState):
         self._hooks.call("before_iteration", self)
         with self.booster.accumulate(self.model, self.optimizer, self.accumulate) as is_last:
             self._forward("training", self.optimizer)
-            if self.max_norm is not None:
+            if self.max_norm:
                 norm = self.booster.clip_grad_norm_(self.optimizer, self.max_norm)
                 self.grad_norm = self.grad_norm if norm is None else norm
             self.optimizer.step()
@@ -251,9 +251,7 @@ class Trainer(TrainerState):
         self.iteration, self.epoch_iteration = self.iteration + 1, self.epoch_iteration + 1
         self.step += is_last
         if is_last and self._config.evaluates_after(self.step):
-            loss = self.loss
             self.evaluate(self._config.eval_loader)
-            self.loss = loss
         self._hooks.call("after_iteration", self)
 
     def _forward(self, mode: str, optimizer: OptimizerWrapper | None) -> None:
@@ -279,15 +277,17 @@ class Trainer(TrainerState):
         if not self.is_fitting:
             error = error_of(lambda: check_loader(loader, "loader", self.booster.plugin.dp_size))
             check_same_across_ranks("Trainer.evaluate()", [], error=error)
-        batch, outputs = self.batch, self.outputs
-        with self._evaluating():
-            self._hooks.call("before_evaluation", self)
-            for given in batches_of(loader):
-                self.batch = as_batch(given)
-                self._forward("evaluation", None)
-                self._hooks.call("after_evaluation_iteration", self)
-            self._hooks.call("after_evaluation", self)
-        self.batch, self.outputs = batch, outputs
+        before = self.batch, self.outputs, self.loss
+        try:
+            with self._evaluating():
+                self._hooks.call("before_evaluation", self)
+                for given in batches_of(loader):
+                    self.batch = as_batch(given)
+                    self._forward("evaluation", None)
+                    self._hooks.call("after_evaluation_iteration", self)
+                self._hooks.call("after_evaluation", self)
+        finally:
+            self.batch, self.outputs, self.loss = before
         return {name: value for name, value in self.metrics.items() if name.startswith("eval_")}
 
     def predict(self, loader: Iterable[Any], select: Callable[[Any], Any] | None = None) -> Any:

@@ -443,14 +443,25 @@ class _SaveJob:
             )
             for planned_part, slices in zip(self._planned, self._slices, strict=True)
         ]
-        written = write_ranges(self._storage, parts)
+        failure: Exception | None = None
+        written: Sequence[Sequence[int]] = [[0] * len(part.ranges) for part in parts]
+        try:
+            written = write_ranges(self._storage, parts)
+        except Exception as error:
+            if self._relay is None:
+                raise
+            failure = error  # raised below: ranks of other hosts wait for what this one sends
         for planned_part, part, part_crcs in zip(self._planned, parts, written, strict=True):
             if self._relay is None:  # this rank holds all that it writes
                 crcs.extend(part_crcs)
                 continue
             checksums = dict(zip(part.ranges, part_crcs, strict=True))
-            checksums |= self._relay.exchange(self._storage, planned_part.plan, part.files, part.slices)
+            received, error = self._relay.exchange(self._storage, planned_part.plan, part.files, part.slices)
+            failure = failure or error
+            checksums |= received
             crcs.extend(checksums[write_range] for write_range in planned_part.plan.ranges(writer=rank))
+        if failure is not None:
+            raise failure
         return crcs.tobytes()
 
     # Rank 0, after the write.

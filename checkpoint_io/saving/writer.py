@@ -466,12 +466,16 @@ class Relay:
         plan: SavePlan,
         files: Sequence[tuple[Path, FileImage]],
         slices: Slices,
-    ) -> dict[WriteRange, int]:
-        """Send this rank's ranges to their writers, write the ranges of other ranks, and return the latter's checksums.
+    ) -> tuple[dict[WriteRange, int], OSError | None]:
+        """Send this rank's ranges to their writers, and write the ranges of other ranks.
 
-        Every rank iterates over the same list in the same order, so there is no deadlock.
+        Every rank iterates over the same list in the same order, so there is no deadlock, also where a write fails.
+
+        Returns:
+            The checksums of what was written for other ranks, and the first failure of a write.
         """
         written: dict[WriteRange, int] = {}
+        failure: OSError | None = None
         touched: set[Path] = set()
         for write_range in plan.ranges():
             if write_range.owner == write_range.writer:
@@ -488,9 +492,16 @@ class Relay:
                 buffer = torch.empty(num_bytes, dtype=torch.uint8)
                 receive(buffer, write_range.owner, self._group)
                 path, image = files[write_range.file]
-                with storage.open_for_writing(path) as file:
-                    written[write_range] = write_range_bytes(storage, file, image, write_range, buffer)
+                written[write_range] = 0
+                try:
+                    with storage.open_for_writing(path) as file:
+                        written[write_range] = write_range_bytes(storage, file, image, write_range, buffer)
+                except OSError as error:
+                    failure = failure or error
                 touched.add(path)
-        for path in sorted(touched):
-            storage.sync_path(path)
-        return written
+        try:
+            for path in sorted(touched):
+                storage.sync_path(path)
+        except OSError as error:
+            failure = failure or error
+        return written, failure

@@ -154,7 +154,13 @@ class _TrainingStateLoad:
         if left and ranks.rank == 0:
             get_dist_logger().warning(f"{self._directory} also holds {', '.join(left)}: not asked for, so not loaded")
         # First of all changes, because a dataloader can reject a position only when it is set.
-        ranks.run_on_all_ranks(lambda: _fill_dataloaders(document, parts, ranks.rank), self._action)
+        before = {name: loader.state_dict() for name, loader in parts.dataloaders.items()}
+        try:
+            ranks.run_on_all_ranks(lambda: _fill_dataloaders(document, parts, ranks.rank), self._action)
+        except Exception:  # on all ranks
+            for name, loader in parts.dataloaders.items():
+                loader.load_state_dict(before[name])
+            raise
         with incomplete_on_failure([*parts.models.values(), *parts.optimizers.values()]):
             for load in self._loads:
                 load.fill()
@@ -296,11 +302,5 @@ def _loads(
 
 def _fill_dataloaders(document: TrainingDocument, parts: TrainingParts, rank: int) -> None:
     positions = document.per_rank.for_rank(rank).get("dataloaders", {})
-    before = {name: loader.state_dict() for name, loader in parts.dataloaders.items()}
-    try:
-        for name, loader in parts.dataloaders.items():
-            loader.load_state_dict(positions[name])
-    except Exception:
-        for name, loader in parts.dataloaders.items():
-            loader.load_state_dict(before[name])
-        raise
+    for name, loader in parts.dataloaders.items():
+        loader.load_state_dict(positions[name])

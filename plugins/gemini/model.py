@@ -52,9 +52,6 @@ class GeminiModel(ModelWrapper):
         make_chunks: Function that creates chunks of parameters with known values; see `regroup`.
         is_primary: If True, this rank saves what is equal on all ranks.
         broadcasts_buffers: If True, broadcast the first rank's buffers before each forward in training.
-
-    Attributes:
-        clear_gradients: Function that clears the optimizer's gradients; None without an optimizer.
     """
 
     def __init__(
@@ -73,7 +70,6 @@ class GeminiModel(ModelWrapper):
         self._make_chunks = make_chunks
         self._broadcasts_buffers = broadcasts_buffers
         self._modified_check = ModifiedCheck()
-        self.clear_gradients: Callable[[bool], None] | None = None
         self.hooks = ModuleHooks(module, manager, self._chunk_params())
         module.register_state_dict_pre_hook(_RefuseHidden(manager))
 
@@ -92,12 +88,6 @@ class GeminiModel(ModelWrapper):
         self._require_unmoved()
         if self._broadcasts_buffers and self.training and torch.is_grad_enabled():
             broadcast_coalesced(list(self.module.buffers()), self._settings.data_parallel_group)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the model and of its optimizer."""
-        super().zero_grad(set_to_none)
-        if self.clear_gradients is not None:
-            self.clear_gradients(set_to_none)
 
     # Weights.
 
@@ -258,8 +248,7 @@ class GeminiModel(ModelWrapper):
         names = {param.name: param.parameter for param in moved}
         chunks = self._make_chunks(names, values, len(self.manager.chunks))
         self.manager.add(chunks)
-        self.hooks.remove()
-        self.hooks = ModuleHooks(self.module, self.manager, self._chunk_params())
+        self.hooks.watch(self.module, self._chunk_params())
         return chunks
 
     # State dicts, by the user's names.

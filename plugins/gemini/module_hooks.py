@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 from booster.comm.fake import unseen_by_modes
@@ -78,7 +79,8 @@ class _SavedWeight:
         if self._param.chunk.version != self._version:
             raise RuntimeError(
                 f"backward needs {self._param.name!r} as it was in the forward, but the weights were changed since,"
-                " by optimizer.step() or by loading a checkpoint: call backward() before that"
+                " by optimizer.step(), by loading a checkpoint or in `with model.gathered():`: call backward() before"
+                " that"
             )
         payload = self._source.gather_for_backward(self._param)
         return payload.as_strided(self._size, self._stride, self._offset)
@@ -156,19 +158,31 @@ class SavedTensors:
 
     @not_compiled
     def _pack(self, tensor: torch.Tensor) -> Any:
-        storage = tensor.untyped_storage()
-        chunk = self._source.chunk_at(storage.data_ptr())
-        if chunk is not None:
-            offset = int(tensor.storage_offset())
-            param = _param_at(chunk, offset * tensor.itemsize // chunk.layout.dtype.itemsize)
-            if param is not None:
-                return _SavedWeight(self._source, param, tensor, offset)
+        # Sparse tensors and those that consist of others have no memory of their own.
+        is_plain = tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
+        storage = tensor.untyped_storage() if is_plain else None
+        if storage is not None:
+            saved = self._saved_weight(tensor, storage)
+            if saved is not None:
+                return saved
         outer = self._outer[-1]
         if outer is not None:
             return outer[1], outer[0](tensor)
-        if self.counts:
+        if self.counts and storage is not None:
             return _CountedOther(tensor, self._source, storage)
         return _SavedOther(tensor)
+
+    def _saved_weight(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> _SavedWeight | None:
+        """Return the record of a view of a weight, or None for other tensors.
+
+        Complex, conjugated and negated views are others: they keep the memory that the weights were gathered in.
+        """
+        chunk = self._source.chunk_at(storage.data_ptr())
+        if chunk is None or tensor.dtype != chunk.layout.dtype or tensor.is_conj() or tensor.is_neg():
+            return None
+        offset = int(tensor.storage_offset())
+        param = _param_at(chunk, offset)
+        return None if param is None else _SavedWeight(self._source, param, tensor, offset)
 
     @staticmethod
     @not_compiled
@@ -262,7 +276,7 @@ class HookedParameters(dict[str, Any]):
 
 
 class ModuleHooks:
-    """Hooks of a model; `remove` removes them.
+    """Hooks of a model.
 
     Args:
         model: The user's model.
@@ -275,7 +289,7 @@ class ModuleHooks:
 
     def __init__(self, model: nn.Module, manager: ChunkManager, params: dict[int, ChunkParam]) -> None:
         self._manager = manager
-        self._params = params
+        self._params: dict[int, ChunkParam] = {}
         self._running: list[_RunningModule] = []
         self._again = _RunningModule(None)
         self.saved_bytes = 0
@@ -285,10 +299,25 @@ class ModuleHooks:
         self._gradient_handles: dict[int, RemovableHandle] = {}
         self._watched: list[nn.Module] = []
         self._is_in_backward = False
+        self.watch(model, params)
+
+    def watch(self, model: nn.Module, params: dict[int, ChunkParam]) -> None:
+        """Watch these parameters in place of those before; graphs created earlier go on with these hooks."""
+        for handle in self._handles:
+            handle.remove()
+        for module in self._watched:
+            module._parameters = dict(module._parameters)
+        self._handles, self._watched, self._params = [], [], params
         compiled = vars(model).get(LAYER_OF_COMPILED, {})
         for module in model.modules():
             self._watch(module, compiled)
-        self.watch_gradients()
+        for key, param in params.items():
+            if key in self._gradient_handles:
+                param.has_grad_hook = True
+            elif param.parameter.requires_grad and param.chunk.layout.trains:
+                hook = _GradientArrived(self)
+                self._gradient_handles[key] = param.parameter.register_post_accumulate_grad_hook(hook)
+                param.has_grad_hook = True
 
     def _watch(self, module: nn.Module, compiled: Mapping[nn.Module, nn.Module]) -> None:
         is_layer = module in compiled.values()  # its graph reads all weights; see Note [Compiled layers]
@@ -311,25 +340,6 @@ class ModuleHooks:
         params = [self._params.get(id(one)) for one in parameters]
         if any(param is not None and param.chunk.gathered is None for param in params):
             raise sharded_copy_error(module_class)
-
-    def watch_gradients(self) -> None:
-        """Register gradient hooks on trainable parameters that do not have one."""
-        for param in self._params.values():
-            if param.parameter.requires_grad and param.chunk.layout.trains and not param.has_grad_hook:
-                self._gradient_handles[id(param.parameter)] = param.parameter.register_post_accumulate_grad_hook(
-                    _GradientArrived(self)
-                )
-                param.has_grad_hook = True
-
-    def remove(self) -> None:
-        """Remove all hooks from the model."""
-        for handle in [*self._handles, *self._gradient_handles.values()]:
-            handle.remove()
-        self._gradient_handles.clear()  # graphs created earlier still call the hooks
-        for module in self._watched:
-            module._parameters = dict(module._parameters)
-        for param in self._params.values():
-            param.has_grad_hook = False
 
     # Forward.
 

@@ -93,9 +93,9 @@ class GeminiOptimizer(ShardedOptimizer):
         for index in range(len(optim.param_groups)):
             self._record_group(index)
         self._shard_chunks(self._manager.chunks)
-        model.clear_gradients = self.zero_grad
         self._manager.state_bytes = self._state_bytes
         self._manager.on_trace = self._migrate_chunks
+        self._may_fail_locally |= self._manager.tier is not None and self._manager.tier.name == "disk"
         self._has_stepped = False
 
     # Sharding.
@@ -267,6 +267,9 @@ class GeminiOptimizer(ShardedOptimizer):
 
     # Step.
 
+    def _fetch_weights(self) -> None:
+        self._wait_for_copies()
+
     def _update_parameters(self) -> None:
         self._is_stepping = True
         try:
@@ -291,6 +294,8 @@ class GeminiOptimizer(ShardedOptimizer):
             members = calls[number]
             self._step_some(members)
             if tier is not None and members and members[0].chunk.index in on_disk:
+                for one in members[0].owned:
+                    one.shard.parameter.grad = None  # it is done, should the disk fail now
                 members[0].offload_states(self.optim, tier)
 
         parts = [[one.shard.parameter for update in members for one in update.owned] for members in calls]
@@ -331,11 +336,8 @@ class GeminiOptimizer(ShardedOptimizer):
             raise ConfigError("optimizer.step() inside of `with model.gathered():`: leave the block first")
         self.model.check_weights()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients and end the accumulation. No effect while `Booster.accumulate` collects microbatches."""
-        if self._is_accumulating:
-            return
-        super().zero_grad()
+    def _clear_gradients(self, set_to_none: bool) -> None:
+        super()._clear_gradients(True)
         self._manager.reduction.reset(keeps_use=not set_to_none)
 
     # Interface of CheckpointIO.

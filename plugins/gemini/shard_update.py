@@ -169,13 +169,15 @@ class ChunkUpdate:
         Counts the full shard including waste, so that the result is equal on all ranks.
         """
         masters = self.chunk.master.num_bytes if self.has_copy else 0
-        if optimizer is None or not optimizer.state:
-            return masters + 2 * self.chunk.master.num_bytes  # Adam's two moments
-        bytes_per_element = max(
+        # An optimizer may keep more in its states than those of parameters.
+        bytes_per_element = [
             sum(value.element_size() for value in state.values() if is_elementwise_state(value, parameter))
-            for parameter, state in optimizer.state.items()
-        )
-        return masters + self.chunk.layout.shard_numel * bytes_per_element
+            for parameter, state in ({} if optimizer is None else optimizer.state).items()
+            if isinstance(parameter, torch.Tensor) and isinstance(state, Mapping)
+        ]
+        if not bytes_per_element:
+            return masters + 2 * self.chunk.master.num_bytes  # Adam's two moments
+        return masters + self.chunk.layout.shard_numel * max(bytes_per_element)
 
 
 def is_elementwise_state(value: Any, parameter: torch.Tensor) -> TypeGuard[torch.Tensor]:

@@ -442,7 +442,7 @@ def arguments_from_config(config: Mapping[str, Any], extra: Mapping[str, Any] | 
     _check_names(config)
     sizes = {axis: _size(axis, config[axis]) for axis in _AXES if axis in config}
     _check_mode(config.get("tensor", 1), sizes.get("tensor", 1))
-    _check_data(sizes)
+    _check_data(sizes, extra)
     arguments = {
         argument: sizes.get(axis, 1) for axis, argument in _ARGUMENTS.items() if axis != "moe" or axis in sizes
     }
@@ -518,15 +518,18 @@ def _check_mode(given: Any, size: int) -> None:
         raise ConfigError(f"tensor={shown}: mode {mode!r} is unknown: use one of {', '.join(TENSOR_MODES)}")
 
 
-def _check_data(sizes: Mapping[str, int]) -> None:
+def _check_data(sizes: Mapping[str, int], extra: Mapping[str, Any]) -> None:
     if "data" not in sizes:
         return
-    others, world_size = sizes.get("pipeline", 1) * sizes.get("tensor", 1), group_size()
-    if sizes["data"] * others != world_size:
+    others = {axis: sizes.get(axis, 1) for axis in ("pipeline", "tensor")} | dict(extra.get("extra_axes") or {})
+    if extra.get("sequence_parallelism_mode") in _SP_AXIS_MODES:
+        others["sp_size"] = extra.get("sp_size") or 1
+    product, world_size = sizes["data"] * math.prod(others.values()), group_size()
+    if product != world_size:
+        factors = " and ".join(f"{axis}={size}" for axis, size in others.items())
         raise ConfigError(
-            f"data={sizes['data']} times pipeline={sizes.get('pipeline', 1)} and tensor={sizes.get('tensor', 1)} is"
-            f" {sizes['data'] * others} ranks, but the world size is {world_size}: leave data out, as it follows from"
-            " the others"
+            f"data={sizes['data']} times {factors} is {product} ranks, but the world size is {world_size}: leave data"
+            " out, as it follows from the others"
         )
 
 

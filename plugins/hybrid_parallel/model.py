@@ -25,6 +25,7 @@ from booster.comm import (
     raise_on_all_ranks,
 )
 from booster.core.compiling import calls_compiled, not_compiled
+from booster.device import current_device
 from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, set_shard_spec, shard_spec_of
 from booster.kernels.checksum import tensor_crc32
@@ -345,9 +346,11 @@ class HybridModel(ZeroModel):
         """
         if not self._is_rng_out_of_sync or is_fake_world():
             return
-        state = get_rng_state(next(self.module.parameters()).device)
+        first = next(self.module.parameters(), None)
+        device = current_device() if first is None else first.device  # a stage may have no parameters
+        state = get_rng_state(device)
         broadcast(list(state.values()), self._replica_group)
-        set_rng_state(state, next(self.module.parameters()).device)
+        set_rng_state(state, device)
         self._is_rng_out_of_sync = False
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

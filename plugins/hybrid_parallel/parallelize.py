@@ -103,8 +103,7 @@ def all_reduce_replicated_grad(parameter: nn.Parameter, group: dist.ProcessGroup
 
     Collective: no; every backward is, over the group.
     """
-    if parameter.requires_grad:
-        parameter.register_hook(partial(_all_reduced, group))
+    _register_hook(parameter, partial(_all_reduced, group))
 
 
 def all_reduce_shared_grad(
@@ -121,8 +120,16 @@ def all_reduce_shared_grad(
     Collective: no; every backward is, over the group, also on ranks without shared elements.
     """
     slices = _shared_slices(shard_specs, rank)
-    if parameter.requires_grad and slices is not None:
-        parameter.register_hook(partial(_all_reduced_slices, *slices, group))
+    if slices is not None:
+        _register_hook(parameter, partial(_all_reduced_slices, *slices, group))
+
+
+def _register_hook(parameter: nn.Parameter, hook: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Register a gradient hook on a parameter, also on a frozen one, which may train later."""
+    if parameter.is_floating_point() or parameter.is_complex():
+        trains = parameter.requires_grad
+        parameter.requires_grad_(True).register_hook(hook)
+        parameter.requires_grad_(trains)
 
 
 def _all_reduced(group: dist.ProcessGroup | None, gradient: torch.Tensor) -> torch.Tensor:

@@ -322,6 +322,8 @@ class ModelPartitioner:
         check_same_across_ranks("the plan", [repr(entry) for entry in entries])
         if plan.is_derived or self._verbose:
             log_rank_zero(f"HybridParallelPlugin plan of {type(model).__name__}:\n{self._table(model, plan, experts)}")
+        if self.ep_group is not None:
+            self.ep_group = replace(self.ep_group, loads={})  # loads are of one model
         shard_specs = self.shard_specs(model, plan)
         local_specs = self._local_specs(model, shard_specs, experts)
         materializer = Materializer(model, self._device, param_init_fn=None, sync=True)

@@ -134,8 +134,11 @@ class PipelineRuntime:
         trains = optimizer is not None
         options = (self._model.training, trains, return_loss, return_outputs, num_items is not None)
         signatures = [(one.signature, self._model.training) for one in microbatches]
-        is_stale = self._trainability_changed() or self._p2p.is_cache_full
-        if self._consistency.check(fetched, signatures, options, changed=is_stale):
+        trainable = tuple(parameter.requires_grad for parameter in self._model.module.parameters())
+        is_stale = trainable != self._trainable or self._p2p.is_cache_full
+        is_any_stale = self._consistency.check(fetched, signatures, options, changed=is_stale)
+        self._trainable = trainable  # not before: the check raises at the end of the data
+        if is_any_stale:
             self._p2p.clear_cache()
             self._checked.clear()
         microbatches = [replace(one, batch=batch_on_device(one.batch, self._device)) for one in microbatches]
@@ -184,11 +187,6 @@ class PipelineRuntime:
             yield
         finally:
             set_rng_state(common, self._device)
-
-    def _trainability_changed(self) -> bool:
-        now = tuple(parameter.requires_grad for parameter in self._model.module.parameters())
-        before, self._trainable = self._trainable, now
-        return now != before
 
     # Actions.
 

@@ -112,12 +112,10 @@ class ZeroModel(ModelWrapper):
         self._group = group
         self._broadcasts_buffers = broadcasts_buffers
         self._all_gather: ParamAllGather | None = None
-        self._clear_gradients: Callable[[bool], None] | None = None
 
-    def connect(self, all_gather: ParamAllGather, clear_gradients: Callable[[bool], None]) -> None:
-        """Set the all-gather of the weights after a step, and the callback that clears the gradients."""
+    def connect(self, all_gather: ParamAllGather) -> None:
+        """Set the all-gather of the weights after a step."""
         self._all_gather = all_gather
-        self._clear_gradients = clear_gradients
 
     def wait_for_weights(self) -> None:
         """Wait for all weights of the last step."""
@@ -152,12 +150,6 @@ class ZeroModel(ModelWrapper):
     def _run_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.wait_for_weights()
         return super()._run_method(method, *args, **kwargs)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the model and of its optimizer."""
-        super().zero_grad(set_to_none)
-        if self._clear_gradients is not None:
-            self._clear_gradients(set_to_none)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelWrapper:
         """Return a copy without an optimizer, for example for weight averaging."""

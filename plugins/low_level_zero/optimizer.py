@@ -189,7 +189,7 @@ class ZeroOptimizer(ShardedOptimizer):
             self._flat_groups, model_order, self._config, self._groups, self._part.tied_names()
         )
         self.param_all_gather = ParamAllGather(self._reducer.buckets)
-        self.model.connect(self.param_all_gather, self.zero_grad)
+        self.model.connect(self.param_all_gather)
         shards = [one.shard for flat in self._flat_groups for one in flat.owned]
         local = (one for flat in self._flat_groups for one in zip(flat.names, flat.parameters, strict=True))
         sharded = self._part.sharded_parameters(local, self.logical_groups)
@@ -331,11 +331,8 @@ class ZeroOptimizer(ShardedOptimizer):
                 if parameter.data_ptr() != begin + param_range.start * size and parameter.numel() > 0:
                     raise replaced_memory_error(name)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients and end the accumulation. No effect while `Booster.accumulate` collects microbatches."""
-        if self._is_accumulating:
-            return
-        super().zero_grad()
+    def _clear_gradients(self, set_to_none: bool) -> None:
+        super()._clear_gradients(True)
         self._reducer.reset(keeps_use=not set_to_none)
 
     # Checkpoints.

@@ -99,7 +99,11 @@ class GradientReducer:
         reducer = weakref.ref(self)
         for index, param_grad in enumerate(self.param_grads):
             hook = partial(_on_grad_accumulated, reducer, index)
-            self._hooks.append(param_grad.parameter.register_post_accumulate_grad_hook(hook))
+            parameter = param_grad.parameter
+            trains = parameter.requires_grad
+            parameter.requires_grad_(True)  # a frozen one has no hooks, and may train again later
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+            parameter.requires_grad_(trains)
 
     def close(self) -> None:
         """Remove the hooks from the parameters."""

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.comm import (
+    LOW_PRECISION,
     all_gather_bytes,
     all_reduce_max,
     all_reduce_numbers,
@@ -72,7 +73,10 @@ def norm_over_ranks(
     if norm_type == 2.0 and supports_sum_of_squares(gradients):
         total = torch.tensor([sum_of_squares(gradients)], dtype=torch.float64, device=device)
         return all_reduce_sum(total, group).sqrt().reshape(()).float()
-    norms = torch._foreach_norm(list(gradients), norm_type) if gradients else []  # a rank may own no elements
+    norms: list[torch.Tensor] = []  # a rank may own no elements
+    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+        of_dtype = [gradient for gradient in gradients if gradient.dtype == dtype]
+        norms += torch._foreach_norm(of_dtype, norm_type, torch.float32 if dtype in LOW_PRECISION else None)
     stacked = torch.stack([torch.zeros((), dtype=torch.float64, device=device), *(norm.to(device) for norm in norms)])
     if math.isinf(norm_type):
         # A maximum may drop nan, because comparisons with it are false: a separate flag is reduced.
@@ -396,20 +400,27 @@ class ShardedOptimizer(OptimizerWrapper):
                 f"add_param_group() got {len(foreign)} parameters that are not the model's (the first has shape"
                 f" {foreign[0]}): add parameters of the model that was boosted with this optimizer"
             )
+        known = {id(parameter): name for group in self.logical_groups for name, parameter in group}
+        again = [known[id(one)] for one in members if id(one) in known]
+        if again:
+            raise ConfigError(
+                f"add_param_group() got {again[0]!r}, which is in a param group already: change the values of that"
+                " group, as of optimizer.param_groups[0], or give the other parameters"
+            )
         self.optim.add_param_group({**param_group, "params": members})
         self._record_group(len(self.param_groups) - 1)
         self._reshard([len(self.param_groups) - 1])
 
     def _shard_unfrozen(self) -> None:
         """Shard parameters that were unfrozen after boost()."""
-        found = [
-            index
-            for index, group in enumerate(self.param_groups)
-            if any(one.requires_grad and id(one) not in self._model_param_of for one in group["params"])
-        ]
+        found = [index for index, group in enumerate(self.param_groups) if any(True for _ in self._unfrozen(group))]
         if found:
             self._check_no_accumulated_gradients("unfreezing a parameter")
             self._reshard(found)
+
+    def _unfrozen(self, group: Mapping[str, Any]) -> Iterator[nn.Parameter]:
+        """Yield the parameters of a param group that train and are not sharded."""
+        return (one for one in group["params"] if one.requires_grad and id(one) not in self._model_param_of)
 
     def _check_no_accumulated_gradients(self, what: str) -> None:
         if self._accumulation.is_open:
@@ -432,10 +443,21 @@ class ShardedOptimizer(OptimizerWrapper):
         may_have_others = not accumulation.is_unscaled and accumulation.num_backwards == 0 and self.loss_scaler is None
         if may_have_others and self._any_rank([self._has_gradients()])[0]:
             # From a plain loss.backward(), or from another boosted model's backward through this model.
+            self._check_unfrozen()
             accumulation.count_backward(None)
         super()._unscale_gradients()
         if self._accumulation.is_unscaled:
             self._accumulation.was_unscaled = True  # the local gradients are released
+
+    def _check_unfrozen(self) -> None:
+        """Check that a plain backward followed no unfreezing, which only the boosted optimizer's shards."""
+        unfrozen = {id(one) for group in self.param_groups for one in self._unfrozen(group)}
+        names = [name for group in self.logical_groups for name, one in group if id(one) in unfrozen]
+        if names:
+            raise ConfigError(
+                f"{names[0]!r} trains since boost(), where it was frozen, and a plain loss.backward() has computed its"
+                " gradient: write booster.backward(loss, optimizer), which divides it over the ranks first"
+            )
 
     def _check_no_plain_backward(self) -> None:
         error = None
@@ -451,7 +473,7 @@ class ShardedOptimizer(OptimizerWrapper):
         return self._fused_update is not None and not self._has_hooks()
 
     def _gradients(self) -> list[torch.Tensor]:
-        # Gradients of the shards, scaled or not: their sums are already in fp32.
+        # Gradients of the shards, scaled or not.
         return [parameter.grad for parameter in self._optimized_parameters() if parameter.grad is not None]
 
     def _wait_for_gradients(self) -> None:

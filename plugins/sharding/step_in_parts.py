@@ -66,7 +66,8 @@ def step_in_parts(optimizer: Optimizer, parts: Sequence[Sequence[nn.Parameter]],
     Args:
         optimizer: Optimizer with the param groups.
         parts: Parameters of each call, no parameter in two of them. Others keep their gradients in all calls.
-        step: Function of the number of a part that calls the optimizer.
+        step: Function of the number of a part that calls the optimizer. If it raises, parameters of this and later
+            parts keep their gradients, and those before have none, so that another call continues.
     """
     kept = [[(parameter, parameter.grad) for parameter in part] for part in parts]
     counters = _Counters(optimizer) if len(parts) > 1 else None
@@ -74,27 +75,38 @@ def step_in_parts(optimizer: Optimizer, parts: Sequence[Sequence[nn.Parameter]],
         for parameter in part:
             parameter.grad = None
     for number, members in enumerate(kept):
-        for parameter, gradient in members:
-            parameter.grad = gradient
+        _set_gradients(members)
         if counters is not None and number > 0:
             counters.restore()
-        with _hooks_once(optimizer, is_first=number == 0, is_last=number == len(parts) - 1):
-            step(number)
+        try:
+            with _hooks_once(optimizer, is_first=number == 0, is_last=number == len(parts) - 1):
+                step(number)
+        except BaseException:
+            if counters is not None:
+                counters.restore()
+            for later in kept[number + 1 :]:
+                _set_gradients(later)
+            raise
         for parameter, _ in members:
             parameter.grad = None
     for members in kept:
-        for parameter, gradient in members:
-            parameter.grad = gradient
+        _set_gradients(members)
+
+
+def _set_gradients(members: Sequence[tuple[nn.Parameter, torch.Tensor | None]]) -> None:
+    for parameter, gradient in members:
+        parameter.grad = gradient
 
 
 class _Counters:
     """What a step changes beside the states of parameters, such as a number of steps in a param group.
 
-    Each call for some of the chunks starts from the values before the first one, as its part of the same step.
+    Each call for some of the parameters starts from the values before the first one, as its part of the same step.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._owners = [vars(optimizer), *optimizer.param_groups]
+        self._keys = [frozenset(owner) for owner in self._owners]
         self._values = [
             {
                 key: value.detach().clone() if isinstance(value, torch.Tensor) else value
@@ -106,13 +118,19 @@ class _Counters:
 
     @torch.no_grad()
     def restore(self) -> None:
-        for owner, values in zip(self._owners, self._values, strict=True):
+        for owner, keys, values in zip(self._owners, self._keys, self._values, strict=True):
+            for key in [one for one in owner if one not in keys and _is_counter(owner[one])]:
+                del owner[key]  # created by the first call
             for key, value in values.items():
                 current = owner.get(key)
                 if isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor):
                     current.copy_(value)  # a scheduler may hold it
                 else:
                     owner[key] = value
+
+
+def _is_counter(value: Any) -> bool:
+    return isinstance(value, (int, float, torch.Tensor)) and not isinstance(value, bool)
 
 
 @contextmanager

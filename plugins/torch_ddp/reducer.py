@@ -52,6 +52,7 @@ from .config import DDPConfig
 
 _MAX_IN_FLIGHT = 2  # one bucket is reduced while the next one fills
 
+_BucketHook: TypeAlias = Callable[["GradBucket"], "torch.futures.Future[Any]"]
 CommHook: TypeAlias = Callable[[Any, Any], "torch.futures.Future[Any]"]
 """Callable with arguments (state, `GradBucket`) that returns a future of the averaged flat tensor."""
 
@@ -95,7 +96,7 @@ class Bucket:
     """Gradients of one dtype that are all-reduced together.
 
     Attributes:
-        index: Position in the order of reduction.
+        index: Position in the order of reduction; continued where buckets are formed anew, as hooks keep states by it.
         grads: Gradients in buffer order.
         flat: Flat buffer.
         views: Views of the buffer, one per gradient.
@@ -150,19 +151,20 @@ class GradBucket:
         return self._is_last
 
 
-def _form_buckets(grads: Sequence[ParamGrad], bucket_bytes: int, *, uses_views: bool) -> list[Bucket]:
+def _form_buckets(grads: Sequence[ParamGrad], bucket_bytes: int, *, first_index: int, uses_views: bool) -> list[Bucket]:
     """Assign gradients to buckets with buffers.
 
     Args:
         grads: Gradients of the trainable parameters.
         bucket_bytes: Size of a bucket; a larger parameter has a separate bucket.
+        first_index: Index of the first bucket.
         uses_views: If True, gradients become views of the buffers, and each bucket has a separate buffer.
     """
     assigned = _assign_buckets([grad.parameter for grad in grads], bucket_bytes)
     members = [[grads[index] for index in indices] for indices in assigned]
     buffers = _allocate_buffers([[grad.parameter for grad in own] for own in members], uses_views)
     buckets = []
-    for index, (own, flat) in enumerate(zip(members, buffers, strict=True)):
+    for index, (own, flat) in enumerate(zip(members, buffers, strict=True), first_index):
         bucket = Bucket(index, own, flat, _views_of(flat, [grad.parameter for grad in own]))
         buckets.append(bucket)
         for grad, view in zip(own, bucket.views, strict=True):
@@ -193,12 +195,10 @@ def _assign_buckets(parameters: Sequence[torch.Tensor], bucket_bytes: int) -> li
     return buckets + [indices for indices, _ in open_buckets.values()]
 
 
-def _allocate_buffers(
-    buckets: Sequence[Sequence[torch.Tensor]], uses_views: bool, device: torch.device | None = None
-) -> list[torch.Tensor]:
+def _allocate_buffers(buckets: Sequence[Sequence[torch.Tensor]], uses_views: bool) -> list[torch.Tensor]:
     """Return a flat buffer for every bucket. Without views, buckets that are never in flight together share one."""
     sizes = [sum(parameter.numel() for parameter in bucket) for bucket in buckets]
-    devices_of_buckets = [(bucket[0].dtype, device or bucket[0].device) for bucket in buckets]
+    devices_of_buckets = [(bucket[0].dtype, bucket[0].device) for bucket in buckets]
     if uses_views:
         return [
             torch.zeros(size, dtype=dtype, device=where)
@@ -268,16 +268,17 @@ class Reducer:
         self._has_optimizer = has_optimizer
         self._number = next(_numbers)
         self._synchronizes = True
-        self._reduces_now = False
+        self._reduces_now = self._reduced_in_backward = False
         self._may_be_local = False
         self._reduced_at = 0
         self._queued_in: int | None = None
         self._next = 0
         self._in_flight: deque[Bucket] = deque()
-        self._comm_hook: Callable[[GradBucket], torch.futures.Future[Any]] | None = None
+        self._comm_hook: _BucketHook | None = None
         self._static_use: list[bool] | None = None
         self._trained: list[bool] = []
         self._buckets: list[Bucket] = []
+        self._num_formed = 0
         embeddings = [one for one in module.modules() if isinstance(one, (nn.Embedding, nn.EmbeddingBag))]
         sparse = {id(one.weight) for one in embeddings if one.sparse}
         self._grads = [ParamGrad(one, id(one) in sparse) for one in module.parameters()]
@@ -338,7 +339,9 @@ class Reducer:
             for bucket in self._in_flight:
                 bucket.is_discarded = True
                 for grad in bucket.grads:
-                    grad.parameter.grad, grad.source = grad.source, None
+                    # A view of the bucket is partly reduced, and lost.
+                    grad.parameter.grad = None if self._config.gradient_as_bucket_view else grad.source
+                    grad.source, grad.is_local = None, True
             raise
         finally:
             _active, self._reduces_now = outer, False
@@ -407,21 +410,21 @@ class Reducer:
             hooks = grad.parameter._post_accumulate_grad_hooks
             if grad.handle is not None and hooks is not None and len(hooks) > 1:
                 hooks[grad.handle.id] = hooks.pop(grad.handle.id)  # behind hooks that the user registered later
-        self._next, self._reduces_now = 0, overlaps
+        self._next, self._reduces_now, self._reduced_in_backward = 0, overlaps, overlaps
 
     def _issue_complete(self) -> None:
         while self._next < len(self._buckets):
             bucket = self._buckets[self._next]
             if bucket.num_missing > 0 or bucket.waits_for_end:
                 return
-            self._issue(bucket)
+            self._issue(bucket, self._comm_hook)
             self._next += 1
 
     @torch.no_grad()
-    def _issue(self, bucket: Bucket) -> None:
+    def _issue(self, bucket: Bucket, hook: _BucketHook | None) -> None:
         while len(self._in_flight) >= _MAX_IN_FLIGHT:
             self._collect_oldest()
-        scale = 1.0 if self._comm_hook is not None else 1.0 / group_size()
+        scale = 1.0 if hook is not None else 1.0 / group_size()
         for grad, view in zip(bucket.grads, bucket.views, strict=True):
             # Removed from `.grad`: autograd must not accumulate into a gradient in flight.
             source, grad.parameter.grad, grad.is_local = grad.parameter.grad, None, False
@@ -431,14 +434,14 @@ class Reducer:
             else:
                 torch.mul(grad.source.detach(), scale, out=view)
         bucket.is_issued, bucket.is_discarded = True, False
-        if self._comm_hook is None:
+        if hook is None:
             flat = bucket.flat
             real = flat.view(flat.dtype.to_real()) if flat.is_complex() else flat
             bucket.in_flight = start_all_reduce(real)
         else:
             given = GradBucket(bucket, is_last=bucket is self._buckets[-1])
             with translate_errors(CollectiveId("communication hook", bucket.index + 1), None):
-                bucket.in_flight = self._comm_hook(given)
+                bucket.in_flight = hook(given)
         self._in_flight.append(bucket)
 
     def _wait_for(self, bucket: Bucket) -> list[torch.Tensor]:
@@ -494,13 +497,13 @@ class Reducer:
     @torch.no_grad()
     def _finish(self) -> None:
         for bucket in self._buckets[self._next :]:
-            self._issue(bucket)
+            self._issue(bucket, self._comm_hook)
         used, repeated = self._agree_on_use()
         self._drain()
         for bucket, is_repeated in zip(self._buckets, repeated, strict=True):
             if is_repeated:
                 bucket.waits_for_end = True
-                self._issue(bucket)
+                self._issue(bucket, self._comm_hook)
         self._drain()
         self._reduce_frozen(used)
         for grad, is_used in zip(self._grads, used, strict=True):
@@ -518,8 +521,10 @@ class Reducer:
         """Average the gradients of frozen parameters, if any rank has one. Collective then."""
         pairs = zip(self._grads, used, strict=True)
         frozen = [grad for grad, is_used in pairs if is_used and grad.bucket is None and not grad.produces_sparse]
+        # A hook knows the model's buckets only, by their number.
+        hook = self._comm_hook if self._comm_hook is _keep_local else None
         for bucket in self._new_buckets(frozen):
-            self._issue(bucket)
+            self._issue(bucket, hook)
         self._drain()
         for grad in frozen:
             grad.bucket = grad.view = None
@@ -544,7 +549,7 @@ class Reducer:
         repeated = [any(grad.is_local for grad in bucket.grads) for bucket in self._buckets]
         flags = any_rank(mine + repeated, self._control_group)
         used = flags[: len(mine)]
-        if self._config.static_graph:
+        if self._config.static_graph and self._reduced_in_backward:  # else no gradient can be late
             self._static_use = used
         return used, flags[len(mine) :]
 
@@ -560,7 +565,12 @@ class Reducer:
         self._buckets = self._new_buckets(dense)
 
     def _new_buckets(self, grads: Sequence[ParamGrad]) -> list[Bucket]:
-        return _form_buckets(grads, self._config.bucket_bytes, uses_views=self._config.gradient_as_bucket_view)
+        config, first_index = self._config, self._num_formed
+        buckets = _form_buckets(
+            grads, config.bucket_bytes, first_index=first_index, uses_views=config.gradient_as_bucket_view
+        )
+        self._num_formed += len(buckets)
+        return buckets
 
 
 def _sparse_mean(parameter: nn.Parameter) -> torch.Tensor:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from booster.comm import all_gather_equal, raise_on_all_ranks
+from booster.comm import all_gather_equal, broadcast, raise_on_all_ranks
 from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, TensorSlice
 from booster.kernels.checksum import crc32
@@ -91,7 +91,6 @@ class FSDPModel(ModelWrapper):
         sharded_params: Sharded parameters of all parameter groups.
         param_of: Parameter group and sharded parameter, or replicated parameter, by the `id` of a model parameter.
         current_param_of: The model's sharded parameter, by the `id` of the one from before boost().
-        clear_gradients: Function by which `zero_grad` clears the gradients; optional, defaults to `clear_grads`.
     """
 
     def __init__(
@@ -113,7 +112,6 @@ class FSDPModel(ModelWrapper):
         self.collective_order = collective_order
         self._writes_shards = writes_shards
         self._broadcasts_buffers = broadcasts_buffers
-        self.clear_gradients: Callable[[bool], None] | None = None
         self._is_gathered = False
         self.sharded_params = [param for group in self.fsdp_groups for param in group.params]
         self.param_of: dict[int, tuple[ParamGroup, ShardedParam] | ReplicatedParam] = {}
@@ -264,11 +262,9 @@ class FSDPModel(ModelWrapper):
         self.replicated_params.clear_grads(keep_used=keep_used)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the model and of its optimizer."""
+        """Clear the gradients of the model, those of its optimizer as `optimizer.zero_grad()` does."""
         super().zero_grad(set_to_none)
-        if self.clear_gradients is not None:
-            self.clear_gradients(set_to_none)
-        else:
+        if self._optimizer is None:
             self.clear_grads()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FSDPModel:
@@ -296,13 +292,15 @@ class FSDPModel(ModelWrapper):
         if self._is_gathered:
             yield self.module
             return
-        with self._unsharded() as write_back:
-            try:
-                yield self.module
-            finally:  # also if the caller's code raises on this rank, as the comparison is collective
-                self._check_same_weights()
-                write_back()
-        self.notify_loaded()
+        try:
+            with self._unsharded() as write_back:
+                try:
+                    yield self.module
+                finally:  # also if the caller's code raises on this rank, as the comparison is collective
+                    self._check_same_weights()
+                    write_back()
+        finally:  # masters follow the changes before an error
+            self.notify_loaded()
 
     @contextmanager
     def _unsharded(self) -> Iterator[Callable[[], None]]:
@@ -320,10 +318,12 @@ class FSDPModel(ModelWrapper):
             digest = crc32(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data, digest)
         digests = all_gather_equal(torch.tensor([digest])).tolist()
         if len(set(digests)) > 1:
+            broadcast([one.parameter for one in self.replicated_params.params])
             raise ConfigError(
                 "the weights were changed inside of `with model.gathered():`, and on the ranks"
                 f" {[rank for rank, one in enumerate(digests) if one != digests[0]]} differently from rank 0: make the"
-                " same changes on every rank. All changes are discarded"
+                " same changes on every rank. All changes are discarded (of parameters that are whole on every rank,"
+                " rank 0's are kept)"
             )
 
     @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import nn
@@ -79,9 +80,21 @@ class FSDPOptimizer(ShardedOptimizer):
         for index in range(len(optim.param_groups)):
             self._record_group(index)
         self._reshard(range(len(optim.param_groups)))
-        model.clear_gradients = self.zero_grad
 
     # Sharding.
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group to the user's optimizer and shard it; see `ShardedOptimizer.add_param_group`."""
+        given = param_group["params"]
+        members = [given] if isinstance(given, torch.Tensor) else list(given)
+        # A user may have the parameters from before boost(), and after an evaluation those of gathered weights.
+        shard_of = {
+            id(shown): param.parameter
+            for param in self.model.sharded_params
+            for shown in (param.original, param.unsharded_param)
+            if shown is not None
+        }
+        super().add_param_group({**param_group, "params": [shard_of.get(id(one), one) for one in members]})
 
     def _replace_originals(self) -> None:
         """Replace the parameters from before boost() by the model's current ones."""
@@ -256,11 +269,8 @@ class FSDPOptimizer(ShardedOptimizer):
             group.has_reduced_grads or group.has_unreduced_grads for group in self.model.fsdp_groups
         )
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients and end the accumulation; no effect inside `Booster.accumulate` before its last step."""
-        if self._is_accumulating:
-            return
-        super().zero_grad()
+    def _clear_gradients(self, set_to_none: bool) -> None:
+        super()._clear_gradients(True)
         self.model.clear_grads(keep_used=not set_to_none)
 
     # Step.

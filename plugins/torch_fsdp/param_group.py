@@ -276,6 +276,8 @@ class ParamGroup:
             self.module.unshard()
             return None
         if not self.fsdp2.is_idle:
+            if self._running_submodule is submodule:  # a direct call that has raised
+                self._running_submodule = None
             return None
         self._running_submodule = submodule
         self._unshard_for_inference()

@@ -278,6 +278,7 @@ class ReplicatedUpdate(ParamUpdate):
         is_flat: bool,
     ) -> None:
         super().__init__(param, group_index)
+        self._address = param.parameter.data_ptr()
         if replicated.owns(param) and param.parameter.numel() > 0:
             weights = param.parameter.detach()
             memory = weights.view(-1) if is_flat else weights
@@ -292,11 +293,8 @@ class ReplicatedUpdate(ParamUpdate):
 
     @property
     def has_moved(self) -> bool:
-        """Whether the weights were reallocated, so that updates would not reach them."""
-        shard = self.shard
-        if shard is None or shard.has_master:
-            return False
-        return shard.parameter.data_ptr() != self.param.parameter.data_ptr()
+        """Whether the weights were reallocated, so that updates would not reach them; equal on all ranks."""
+        return self._address != self.param.parameter.data_ptr()
 
 
 class OwnedUpdates:

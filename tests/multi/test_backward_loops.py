@@ -14,7 +14,7 @@ import torch.distributed as dist
 from harness import run_ranks
 from torch import nn
 
-from booster import Booster
+from booster import Booster, ConfigError
 from booster.plugins import (
     GeminiPlugin,
     HybridParallelPlugin,
@@ -196,6 +196,20 @@ def freezing_after_no_sync(training, inputs):
     training.user_model.middle.requires_grad_(True)
 
 
+def training_again_after_another_was_unfrozen(training, inputs):
+    """The middle came frozen; it is unfrozen while the body, which trained, is frozen."""
+    net = training.user_model
+    training.backward(training.model(inputs).square().mean())
+    training.step()
+    net.body.requires_grad_(False)
+    net.middle.requires_grad_(True)
+    training.backward(training.model(inputs).square().mean())
+    training.step()
+    net.body.requires_grad_(True)
+    training.backward(training.model(inputs).square().mean())
+    training.step()
+
+
 def unfreezing_within_an_accumulation(training, inputs):
     training.user_model.middle.requires_grad_(False)
     with training.no_sync():
@@ -269,6 +283,11 @@ def test_layers_frozen_at_boost_train_once_they_are_unfrozen(name):
 
 
 @pytest.mark.parametrize("name", PLUGINS)
+def test_layers_train_again_after_others_were_unfrozen(name):
+    run_ranks(compared, 2, name, training_again_after_another_was_unfrozen, frozen=["middle"])
+
+
+@pytest.mark.parametrize("name", PLUGINS)
 def test_layers_may_train_in_turns(name):
     run_ranks(compared, 2, name, freezing_in_turns)
 
@@ -322,3 +341,104 @@ def freeze_after_the_backward_of_another_optimizer(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in PLUGINS if name not in ("gemini", "fsdp")])
 def test_a_layer_may_be_frozen_after_the_backward_of_another_optimizer(name):
     run_ranks(freeze_after_the_backward_of_another_optimizer, 2, name)
+
+
+def clear_by_the_model_in_an_accumulation(name: str, clears: str) -> None:
+    """Gradients are cleared in every iteration, by the optimizer or by the model, inside of the block or before it."""
+    rank = dist.get_rank()
+    torch.manual_seed(3)
+    model = Net()
+    model.gate = nn.Parameter(torch.tensor(1.0))  # FSDP keeps it whole
+    booster = Booster(plugin=PLUGINS[name]())
+    reference = copy.deepcopy(model).to(booster.device)
+    serial = torch.optim.SGD(reference.parameters(), lr=0.1)
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    norms = []
+    for step in range(2):
+        batches = torch.randn(3, 8, 6, generator=torch.Generator().manual_seed(step)).to(booster.device)
+        (sum((reference(one) * reference.gate).square().mean() for one in batches) / 3).backward()
+        serial.step()
+        serial.zero_grad()
+        for batch in batches:
+            if clears == "before":
+                boosted.zero_grad()
+            with booster.accumulate(boosted, optimizer, 3):
+                outputs = boosted(batch[rank * 4 : rank * 4 + 4]) * booster.unwrap_model(boosted).gate
+                booster.backward(outputs.square().mean(), optimizer)
+                norms.append(optimizer.get_grad_norm())  # that of the last step until the last microbatch
+                optimizer.step()
+                if clears == "inside":
+                    boosted.zero_grad()
+    assert_alike(booster, boosted, reference, f"accumulation cleared {clears} under {name}")
+    assert norms[:2] == [None, None]
+    assert norms[2] == norms[3] == norms[4] != norms[5]
+
+
+# FSDP has no parameter that is read outside of the forward.
+@pytest.mark.parametrize("clears", ["inside", "before"])
+@pytest.mark.parametrize("name", [name for name in PLUGINS if name != "fsdp"])
+def test_model_zero_grad_keeps_an_accumulation(name, clears):
+    run_ranks(clear_by_the_model_in_an_accumulation, 2, name, clears)
+
+
+def norms_of_a_plain_backward(name: str) -> None:
+    booster = Booster(plugin=PLUGINS[name]())
+    model = nn.Linear(6, 3)
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    inputs = torch.ones(2, 6, device=booster.device)
+    booster.backward(boosted(inputs).sum(), optimizer)
+    first = optimizer.get_grad_norm()
+    optimizer.step()
+    optimizer.zero_grad()
+    boosted(inputs * 10).sum().backward()
+    assert optimizer.get_grad_norm() > 5 * first
+    torch.testing.assert_close(optimizer.get_grad_norm(), float(booster.clip_grad_norm_(optimizer, 1.0)))
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_the_norm_of_a_plain_backward_is_that_of_its_gradients(name):
+    run_ranks(norms_of_a_plain_backward, 2, name)
+
+
+def unfreeze_before_a_plain_backward(name: str) -> None:
+    booster = Booster(plugin=PLUGINS[name]())
+    model = Net()
+    model.head.requires_grad_(False)
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    booster.unwrap_model(boosted).head.requires_grad_(True)
+    boosted(torch.ones(2, 6, device=booster.device)).sum().backward()
+    with pytest.raises(ConfigError, match=r"'head.weight' trains since boost\(\), where it was frozen"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["zero 1", "zero 2", "gemini", "fsdp"])
+def test_an_unfrozen_layer_needs_the_booster_s_backward(name):
+    run_ranks(unfreeze_before_a_plain_backward, 2, name)
+
+
+def add_groups(name: str) -> None:
+    booster = Booster(plugin=PLUGINS[name]())
+    model = Net()
+    boosted, optimizer, *_ = booster.boost(
+        model, torch.optim.SGD([*model.body.parameters(), *model.middle.parameters()], lr=0.1)
+    )
+    inputs = torch.ones(2, 6, device=booster.device)
+    booster.backward(boosted(inputs).sum(), optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    boosted.eval()
+    with torch.no_grad():
+        boosted(inputs)  # FSDP leaves weights gathered
+    boosted.train()
+    with pytest.raises(ConfigError, match=r"'body.weight', which is in a param group already"):
+        optimizer.add_param_group({"params": list(booster.unwrap_model(boosted).body.parameters())})
+    before = boosted.state_dict()["head.bias"].clone()
+    optimizer.add_param_group({"params": list(booster.unwrap_model(boosted).head.parameters()), "lr": 1.0})
+    booster.backward(boosted(inputs).sum(), optimizer)
+    optimizer.step()
+    torch.testing.assert_close(boosted.state_dict()["head.bias"], before - 2.0)
+
+
+@pytest.mark.parametrize("name", ["zero 1", "zero 2", "gemini", "fsdp"])
+def test_groups_are_added_after_an_evaluation_and_never_twice(name):
+    run_ranks(add_groups, 2, name)

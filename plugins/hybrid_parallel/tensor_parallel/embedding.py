@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from booster.errors import ConfigError
 
@@ -145,6 +146,10 @@ class VocabParallel(nn.Module):
     def forward(self, entries: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the embeddings of entries of any shape, with the features in a new last dimension."""
         split = self._split
+        if entries.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(entries, FakeTensor):
+            outside = entries[(entries < 0) | (entries >= split.vocab_size)]
+            if outside.numel() > 0:  # as one process: a tokenizer of another vocabulary would go unnoticed
+                raise IndexError(f"index {int(outside[0])} is out of range of {split.vocab_size} embeddings")
         is_remote = (entries < split.start) | (entries >= split.stop)
         local = (entries - split.start).masked_fill(is_remote, 0)
         found: torch.Tensor = super().forward(local, *args, **kwargs)
