@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.comm import group_rank, group_size
+from booster.comm import any_rank, group_rank, group_size
 from booster.errors import CheckpointError, ConfigError
 
 from .accumulation import AccumulationState
@@ -246,9 +246,20 @@ class AccumulatedGradients:
         """
         self.clear()
         factor = self._loss_scale() / counts.loss_scale
-        self._replace(gradients, reduced, lambda raw: raw if factor == 1.0 else raw.double() * factor)
+        # Without a loss scaler nothing looks for the overflow of a run that had one.
+        looks_for_overflow = self.optimizer.loss_scaler is None and counts.loss_scale != 1.0
+        has_overflowed = False
+
+        def rescaled(raw: torch.Tensor) -> torch.Tensor:
+            nonlocal has_overflowed
+            has_overflowed = has_overflowed or (looks_for_overflow and not bool(raw.isfinite().all()))
+            return raw if factor == 1.0 else raw.double() * factor
+
+        self._replace(gradients, reduced, rescaled)
         accumulation = AccumulationState(num_backwards=counts.num_backwards, num_averaged=counts.num_averaged)
         accumulation.num_items = counts.num_items
+        if looks_for_overflow:
+            accumulation.found_nonfinite = any_rank([has_overflowed])[0]
         self.optimizer.restore_accumulation(accumulation, counts.num_microbatches)
 
     def _replace(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -318,23 +320,38 @@ class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
     def tensor_slices(self) -> list[TensorSlice]:
         """Return this rank's slices of every parameter and persistent buffer, tied ones once, in model order.
 
-        The slices' tensors are the model's memory: filling them loads the model; call `notify_loaded` afterwards.
+        The slices' tensors are the model's memory: filling them loads the model. Call `load_computed_state` with those
+        that are not, and `notify_loaded`, afterwards.
 
         Raises:
             CheckpointError: The model's state has a value that is not a tensor.
         """
         state = self.module.state_dict()
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        memory = parameters | dict(self.module.named_buffers(remove_duplicate=False))
         slices: list[TensorSlice] = []
         for name in (names[0] for names in self._tied(state)):
             logical_name, is_primary, is_shared = self.logical_name(name), self.writes(name), name in parameters
             parameter = parameters.get(name, state[name])
             if is_sharded(parameter):
                 spec = shard_spec_of(parameter)
-                slices += spec.slices(logical_name, state[name], primary=is_primary, shared=is_shared)
+                parts = spec.slices(logical_name, state[name], primary=is_primary, shared=is_shared)
             else:
-                slices.append(TensorSlice.full(logical_name, state[name], primary=is_primary, shared=is_shared))
+                parts = [TensorSlice.full(logical_name, state[name], primary=is_primary, shared=is_shared)]
+            is_computed = name not in memory or not _share_memory(state[name], memory[name])
+            slices += [replace(part, is_computed=True) for part in parts] if is_computed else parts
         return slices
+
+    def load_computed_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Give state that is not the model's memory to the modules that have it, as torch's `load_state_dict` does.
+
+        Args:
+            state: Loaded tensors by their logical names. Not collective.
+        """
+        given = OrderedDict(state)
+        versions = {name: {"version": module._version} for name, module in self.module.named_modules()}
+        given._metadata = versions  # type: ignore[attr-defined]  # of torch's state dicts
+        self.module.load_state_dict(given, strict=False)
 
     def logical_name(self, name: str) -> str:
         """Return the first name in the user's full model of a tensor of this rank's module."""
@@ -395,6 +412,10 @@ class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
             key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if has_memory else (name,)
             groups.setdefault(key, []).append(name)
         return list(groups.values())
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.numel() == 0 or one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _unknown_member_error(what: str) -> ConfigError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -123,6 +123,7 @@ class OptimizerState:
         Raises:
             CheckpointError: A state is neither a tensor nor a plain value, or is not readable.
         """
+        self._check_is_storable()
         logical = self._groups()
         groups = [
             {key: value for key, value in group.items() if key not in _NAME_KEYS}
@@ -196,7 +197,24 @@ class OptimizerState:
             for parameter in held[name]:
                 state[parameter].update(numbers)
         self.optimizer.num_skipped_steps = int(values["num_skipped_steps"])
-        return [part for part in self.slices() if part.name in specs]
+        return [_as_stored(part, specs[part.name]) for part in self.slices() if part.name in specs]
+
+    def _check_is_storable(self) -> None:
+        """Check that the optimizer keeps nothing outside of its groups and the states of its parameters.
+
+        Raises:
+            CheckpointError: It does, and a load would lose it.
+        """
+        optimizer = self.optimizer.optim
+        others = [repr(key) for key in optimizer.state if not isinstance(key, torch.Tensor)]
+        is_own = type(optimizer).state_dict is Optimizer.state_dict or self._allocator is not None
+        if not is_own or optimizer._optimizer_state_dict_post_hooks:
+            others += [repr(key) for key in optimizer.state_dict() if key not in ("state", "param_groups")]
+        if others:
+            raise CheckpointError(
+                f"{type(optimizer).__name__} keeps {', '.join(others)} beside the states of its parameters and its"
+                " param groups, which a checkpoint would lose: keep it in the param groups, or save it in `extra`"
+            )
 
     # Overridden by plugins.
 
@@ -219,7 +237,7 @@ class OptimizerState:
         """Yield this rank's slices of a logical parameter's states."""
         layout, is_primary = self._layout(parameter), self.optimizer.is_primary
         for key, value in self._state_tensors(parameter):
-            if value.shape == layout.local_shape:
+            if self._is_elementwise(key, value, layout.local_shape, layout.logical_shape):
                 yield from layout.slices(f"{name}.{key}", value, primary=is_primary)
             else:
                 yield TensorSlice.full(f"{name}.{key}", value, primary=is_primary and layout.holds_first())
@@ -279,7 +297,25 @@ class OptimizerState:
     def _state_tensors(self, parameter: nn.Parameter) -> Iterator[tuple[str, torch.Tensor]]:
         for key, value in self.optimizer.optim.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
+                if not isinstance(key, str) or key == MASTER or "." in key or _OWNER in key:
+                    raise CheckpointError(
+                        f"{type(self.optimizer.optim).__name__} has a state {key!r}, which has another meaning in the"
+                        f" names of a checkpoint: name it by a string without '.' and {_OWNER!r}, other than {MASTER!r}"
+                    )
                 yield key, value
+
+    def _is_elementwise(
+        self, key: str, value: torch.Tensor, local_shape: Sequence[int], logical_shape: Sequence[int]
+    ) -> bool:
+        """Whether a state has one value for each local element of a parameter, and is sharded like it."""
+        if value.shape != torch.Size(local_shape):
+            return False
+        if value.numel() != 1 or math.prod(logical_shape) == 1:
+            return True
+        # Of a shard with one element: one value for each parameter, if other parameters have one.
+        state = self.optimizer.optim.state
+        one_each = (one.get(key) for parameter, one in state.items() if parameter.numel() > 1)
+        return not any(isinstance(one, torch.Tensor) and one.numel() == 1 for one in one_each)
 
     def _numbers(self, name: str, parameter: nn.Parameter) -> dict[str, Any]:
         if self._allocator is not None:
@@ -324,6 +360,13 @@ class OptimizerState:
                 yield f"{name!r} has shape {tuple(shape)} in the checkpoint, {here} here"
         unknown = [full for full in specs if full.rsplit(".", 1)[0] not in values["shapes"]]
         yield from (f"tensor {full!r} belongs to no stored parameter" for full in sorted(unknown))
+
+
+def _as_stored(part: TensorSlice, spec: TensorSpec) -> TensorSlice:
+    """Return the slice; of a state that is stored as a whole it is one, also if it has the shape of a shard."""
+    if part.global_shape == spec.shape or part.tensor.numel() != spec.numel:
+        return part
+    return TensorSlice.full(part.name, part.tensor.view(spec.shape), primary=part.primary)
 
 
 def _is_alike(replaced: object, tensor: torch.Tensor) -> bool:

@@ -90,7 +90,7 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         self._accumulation = AccumulationState()
         self._defers_step = False
         self._is_last_microbatch = False
-        self._counts_next_backward = False
+        self._counts_next_backward = self._has_failed = False
         self._num_microbatches = 0
         self._last_norm: torch.Tensor | None = None
         self._gradient_hooks: list[Callable[[Sequence[torch.Tensor]], None]] = []
@@ -203,9 +203,12 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         self._num_microbatches += 1
         self._defers_step = not is_last
         self._is_last_microbatch = is_last
-        self._counts_next_backward = True
+        self._counts_next_backward, self._has_failed = True, False
         try:
             yield
+        except BaseException:
+            self._has_failed = True
+            raise
         finally:
             self._defers_step = self._is_last_microbatch = self._counts_next_backward = False
             if is_last:
@@ -315,6 +318,8 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
             ConfigError: A closure was given with loss scaling or master weights.
         """
         self.model.require_usable()
+        if self._counts_next_backward and self._accumulation.num_backwards == 0:
+            self._check_own_backward()
         if self._defers_step:
             return None
         if closure is not None:
@@ -330,6 +335,19 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         self._end_step()
         return None
 
+    def _check_own_backward(self) -> None:
+        """Check that a microbatch without an own backward() has no gradients, which nobody would average.
+
+        Collective if ranks hold shards.
+        """
+        if self._any_rank([self._has_gradients()])[0]:
+            raise ConfigError(
+                "accumulate() averages the gradients of booster.backward(loss, optimizer) with its own optimizer, and"
+                " this one's came from another backward, as of a loss through two models: write"
+                " booster.backward(loss / steps, other) without accumulate(), in booster.no_sync(model, optimizer) of"
+                " each model before the last microbatch"
+            )
+
     def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
         if self.loss_scaler is not None or self.master_weights is not None:
             raise ConfigError(
@@ -343,6 +361,8 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
     def _end_step(self) -> None:
         """Record that the step is done or skipped; the last call of every `step` that is not deferred."""
         self._accumulation.has_stepped = True
+        if not self._is_last_microbatch:  # else the block ends the accumulation
+            self._num_microbatches = 0
         self._num_steps += 1
         end_step(self, self._num_steps)
         for hook in self._step_hooks:
@@ -367,14 +387,17 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients and end the accumulation.
 
-        No effect from the first microbatch of `Booster.accumulate` to the step, so it may be called in every iteration.
+        No effect from the first microbatch of `Booster.accumulate` to the step, so it may be called in every iteration;
+        after an exception in a microbatch it discards the accumulation.
 
         Args:
             set_to_none: If True, gradients are set to None, else to zero; optional, defaults to True, or to the
                 attribute `set_grad_none` of optimizers such as LAMB.
         """
-        if self._is_accumulating:
+        if self._is_accumulating and not self._has_failed:
             return
+        if self._has_failed:
+            self._num_microbatches, self._has_failed = 0, False
         if set_to_none is None:
             set_to_none = getattr(self.optim, "set_grad_none", True)
         self._clear_gradients(set_to_none)

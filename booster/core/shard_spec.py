@@ -39,6 +39,8 @@ class TensorSlice:
         primary: True on exactly one of the ranks that hold the same elements; that rank writes and counts them.
         shared: Whether all ranks that hold these elements hold the same bits. If True, each of them writes a part. If
             False, the primary rank writes all of them: its values count where ranks differ, as buffers may.
+        is_computed: Whether the tensor is not the memory of the model, but a result of `get_extra_state` or a hook. Once
+            filled, it is given to the modules by `ModelWrapper.load_computed_state`.
     """
 
     name: str
@@ -49,6 +51,7 @@ class TensorSlice:
     tensor: torch.Tensor
     primary: bool
     shared: bool = True
+    is_computed: bool = False
 
     def __post_init__(self) -> None:
         if len(self.box) != len(self.global_shape):
@@ -65,7 +68,9 @@ class TensorSlice:
             raise ValueError(f"{self.name}: span {self.span} does not fit a tensor of {self.tensor.numel()} elements")
 
     @classmethod
-    def full(cls, name: str, tensor: torch.Tensor, *, primary: bool, shared: bool = True) -> TensorSlice:
+    def full(
+        cls, name: str, tensor: torch.Tensor, *, primary: bool, shared: bool = True, is_computed: bool = False
+    ) -> TensorSlice:
         """Return the slice of an unsharded tensor."""
         shape = tuple(tensor.shape)
         return cls(
@@ -77,6 +82,7 @@ class TensorSlice:
             tensor=tensor,
             primary=primary,
             shared=shared,
+            is_computed=is_computed,
         )
 
     @property

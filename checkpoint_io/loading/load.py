@@ -299,6 +299,7 @@ class ModelLoad:
     # From `check` for `fill`: the open checkpoint, and stored name and slice of what it fills.
     _stored: StoredCheckpoint = field(init=False)
     _source_and_slice: list[tuple[str, TensorSlice]] = field(init=False)
+    _computed: dict[str, torch.Tensor] = field(init=False)  # to be given to the modules, by name
 
     def check(self) -> None:
         """Open, match and verify. Collective.
@@ -309,6 +310,7 @@ class ModelLoad:
         loader, ranks, action = self._loader, self._loader.ranks, f"loading the model from {self._path}"
         self._stored = stored = loader.open(self._path, MODEL)
         slices, tied = ranks.run_on_all_ranks(lambda: (self._model.tensor_slices(), self._model.tied_names()), action)
+        computed = {one.name: one.tensor for one in slices if one.is_computed}
         names = loader.names_of_all_ranks(
             {name for tensor_slice in slices for name in (tensor_slice.name, *tied.get(tensor_slice.name, ()))}
         )
@@ -337,6 +339,9 @@ class ModelLoad:
         )
         if not self.strict and ranks.rank == 0 and matched.format_mismatches():
             get_dist_logger().warning(f"{action} with strict=False leaves out:{matched.format_mismatches()}")
+        self._computed = {
+            name: tensor for name, tensor in computed.items() if base_names.get(name, name) in matched.sources
+        }
         if loader.verifies_before:
             loader.verify(stored)
         # Masters too: the file may have more precision than the model weights.
@@ -356,6 +361,8 @@ class ModelLoad:
         read_slices_on_all_ranks(
             self._stored, self._source_and_slice, loader.ranks, action, verifies=loader.verifies_while_reading
         )
+        if self._computed:
+            loader.ranks.run_on_all_ranks(lambda: self._model.load_computed_state(self._computed), action)
         loader.ranks.run_on_all_ranks(self._model.notify_loaded, action)
 
 

@@ -357,12 +357,17 @@ class GeminiModel(ModelWrapper):
     # Interface of CheckpointIO.
 
     def tensor_slices(self) -> list[TensorSlice]:
-        params = self._chunk_params()
+        params, buffers = self._chunk_params(), {id(buffer) for buffer in self.module.buffers()}
         slices: list[TensorSlice] = []
         for names, value in self._named_state():
             param = params.get(id(value))
             if param is None:
-                slices.append(TensorSlice.full(names[0], value.detach(), primary=self._is_primary, shared=False))
+                is_computed = id(value) not in buffers
+                slices.append(
+                    TensorSlice.full(
+                        names[0], value.detach(), primary=self._is_primary, shared=False, is_computed=is_computed
+                    )
+                )
             else:
                 slices += self._slices_of(names[0], param)
         return slices

@@ -335,6 +335,7 @@ class GeminiOptimizer(ShardedOptimizer):
         if self._manager.is_whole:
             raise ConfigError("optimizer.step() inside of `with model.gathered():`: leave the block first")
         self.model.check_weights()
+        self._check_no_foreign_gradients((param.name, param.parameter) for param in self._trained_params())
 
     def _clear_gradients(self, set_to_none: bool) -> None:
         super()._clear_gradients(True)

@@ -368,6 +368,9 @@ class HybridModel(ZeroModel):
                     local_state[name] = shard_spec.shard(value)
         return super().load_state_dict(local_state, strict, assign)
 
+    def load_computed_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        super().load_computed_state(state if self._stage_model is None else self._stage_state_dict(state))
+
     def _stage_state_dict(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Return this stage's entries of a full state dict, and unexpected ones, which the strict check reports."""
         assert self._stage_model is not None

@@ -409,7 +409,7 @@ class HybridParallelPlugin(ShardedPlugin):
             precision = WeightPrecision(config.dtype, cast_inputs=config.cast_inputs)
             precision.cast(model)  # frozen parameters and buffers; the others are cast already
             boosted.precision = precision
-        if mesh.size("dp", "sp") > 1:
+        if optimizer is not None or mesh.size("dp", "sp") > 1:
             refuse_plain_training(boosted, untrained=model.parameters() if optimizer is None else ())
         return boosted, wrapped
 

@@ -130,7 +130,7 @@ class ShardedOptimizerState(OptimizerState):
             yield from super()._state_slices(name, parameter)
         for shard in self._shards.get(name, ()):
             for key, tensor in self._state_tensors(shard.parameter):
-                if tensor.shape == shard.parameter.shape:
+                if self._is_elementwise(key, tensor, shard.parameter.shape, shard.global_shape):
                     yield from shard.slices(f"{name}.{key}", tensor)
                 else:
                     is_first = shard.shard_spec.holds_first(shard.span)
@@ -458,6 +458,15 @@ class ShardedOptimizer(OptimizerWrapper):
                 f"{names[0]!r} trains since boost(), where it was frozen, and a plain loss.backward() has computed its"
                 " gradient: write booster.backward(loss, optimizer), which divides it over the ranks first"
             )
+
+    def _check_no_foreign_gradients(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Check that no `.grad` of the model, which is left empty in backward, was set by hand."""
+        for name, parameter in named:
+            if parameter.grad is not None:
+                raise ConfigError(
+                    f"the .grad of {name!r} was set by hand, and the plugin keeps gradients elsewhere: write"
+                    " booster.backward(loss, optimizer), and change gradients in optimizer.register_gradient_hook(...)"
+                )
 
     def _check_no_plain_backward(self) -> None:
         error = None

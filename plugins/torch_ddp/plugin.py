@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -173,6 +174,21 @@ class DDPOptimizer(OptimizerWrapper):
     """Optimizer wrapper of replicated models; gradients are averaged in backward."""
 
     model: DDPModel
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters that the model had at boost().
+
+        Raises:
+            ConfigError: One is of a module that was added later, whose gradient would not be averaged.
+        """
+        given, reducer = param_group["params"], self.model.reducer
+        members = [given] if isinstance(given, torch.Tensor) else list(given)
+        if reducer is not None and any(isinstance(one, torch.Tensor) and not reducer.knows(one) for one in members):
+            raise ConfigError(
+                "add_param_group() got a parameter that the model did not have at boost(), whose gradient would not be"
+                " averaged over the ranks: add modules before boost(), frozen if they train later"
+            )
+        super().add_param_group({**param_group, "params": members})
 
     def _backward_context(self) -> AbstractContextManager[None]:
         reducer = self.model.reducer

@@ -285,6 +285,10 @@ class Reducer:
         for index, grad in enumerate(self._grads):
             grad.handle = _hook(grad.parameter, partial(_grad_ready, weakref.ref(self), index))
 
+    def knows(self, parameter: torch.Tensor) -> bool:
+        """Return whether the gradients of a parameter are averaged."""
+        return any(grad.parameter is parameter for grad in self._grads)
+
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
         """Replace the averaging of buckets; see `DDPModel.register_comm_hook`."""
         if self._comm_hook is not None:

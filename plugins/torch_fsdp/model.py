@@ -426,6 +426,7 @@ class FSDPModel(ModelWrapper):
         if self._is_gathered:
             return super().tensor_slices()
         self.reshard()
+        buffers = {id(buffer) for buffer in self.module.buffers()}
         slices: list[TensorSlice] = []
         for names, value in self._named_state():
             found = self.param_of.get(id(value))
@@ -433,7 +434,12 @@ class FSDPModel(ModelWrapper):
                 slices += self._slice_of(names[0], found[1])
             else:
                 is_shared = found is not None
-                slices.append(TensorSlice.full(names[0], value.detach(), primary=self._is_primary, shared=is_shared))
+                is_computed = found is None and id(value) not in buffers
+                slices.append(
+                    TensorSlice.full(
+                        names[0], value.detach(), primary=self._is_primary, shared=is_shared, is_computed=is_computed
+                    )
+                )
         return slices
 
     def _slice_of(self, name: str, param: ShardedParam) -> Iterator[TensorSlice]:

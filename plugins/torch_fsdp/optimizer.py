@@ -278,6 +278,7 @@ class FSDPOptimizer(ShardedOptimizer):
     def _check_weights(self) -> None:
         self.model.check_may_step()
         self.model.check_not_moved()
+        self._check_no_foreign_gradients((param.name, param.parameter) for param in self.model.sharded_params)
         for update in self._replicated_updates:
             if update.has_moved:
                 raise replaced_memory_error(update.param.name)
