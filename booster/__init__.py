@@ -24,7 +24,8 @@ from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .activation_checkpointing import checkpoint_activations
-    from .auto_parallel import AutoPlugin, ParallelPlan, autoparallelize
+    from .auto_parallel import AutoPlugin, ParallelPlan
+    from .auto_parallel.autoparallelize import autoparallelize
     from .booster import Booster
     from .checkpoint_io import CheckpointIO, GeneralCheckpointIO
     from .chunked_loss import chunked_cross_entropy

@@ -336,7 +336,7 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         return None
 
     def _check_own_backward(self) -> None:
-        """Check that a microbatch without an own backward() has no gradients, which nobody would average.
+        """Check that a microbatch in which this optimizer had no backward() has no gradients: they are not averaged.
 
         Collective if ranks hold shards.
         """

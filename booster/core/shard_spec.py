@@ -39,7 +39,7 @@ class TensorSlice:
         primary: True on exactly one of the ranks that hold the same elements; that rank writes and counts them.
         shared: Whether all ranks that hold these elements hold the same bits. If True, each of them writes a part. If
             False, the primary rank writes all of them: its values count where ranks differ, as buffers may.
-        is_computed: Whether the tensor is not the memory of the model, but a result of `get_extra_state` or a hook. Once
+        is_computed: Whether the tensor is not memory of the model, but the result of `get_extra_state` or a hook. Once
             filled, it is given to the modules by `ModelWrapper.load_computed_state`.
     """
 

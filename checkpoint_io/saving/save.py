@@ -456,8 +456,8 @@ class _SaveJob:
                 crcs.extend(part_crcs)
                 continue
             checksums = dict(zip(part.ranges, part_crcs, strict=True))
-            received, error = self._relay.exchange(self._storage, planned_part.plan, part.files, part.slices)
-            failure = failure or error
+            received, relay_failure = self._relay.exchange(self._storage, planned_part.plan, part.files, part.slices)
+            failure = failure or relay_failure
             checksums |= received
             crcs.extend(checksums[write_range] for write_range in planned_part.plan.ranges(writer=rank))
         if failure is not None:

@@ -518,9 +518,10 @@ def _check_mode(given: Any, size: int) -> None:
         raise ConfigError(f"tensor={shown}: mode {mode!r} is unknown: use one of {', '.join(TENSOR_MODES)}")
 
 
-def _check_data(sizes: Mapping[str, int], extra: Mapping[str, Any]) -> None:
+def _check_data(sizes: Mapping[str, int], given: Mapping[str, Any] | None) -> None:
     if "data" not in sizes:
         return
+    extra = given or {}
     others = {axis: sizes.get(axis, 1) for axis in ("pipeline", "tensor")} | dict(extra.get("extra_axes") or {})
     if extra.get("sequence_parallelism_mode") in _SP_AXIS_MODES:
         others["sp_size"] = extra.get("sp_size") or 1

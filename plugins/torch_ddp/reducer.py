@@ -275,6 +275,7 @@ class Reducer:
         self._next = 0
         self._in_flight: deque[Bucket] = deque()
         self._comm_hook: _BucketHook | None = None
+        self._leaves_local = False
         self._static_use: list[bool] | None = None
         self._trained: list[bool] = []
         self._buckets: list[Bucket] = []
@@ -310,6 +311,7 @@ class Reducer:
                 " whose gradients TorchDDPPlugin averages row by row: make the embedding with sparse=False"
             )
         self.register_comm_hook(None, _keep_local)
+        self._leaves_local = True
 
     # Backwards that reduce.
 
@@ -488,7 +490,7 @@ class Reducer:
         if self._config.gradient_as_bucket_view:
             return view
         # The buffer is reused before the ranks have exchanged which parameters are used.
-        if grad.source is None:
+        if grad.source is None or grad.source.is_conj():
             return torch.empty_like(grad.parameter.detach())
         return grad.source.detach() if grad.source.requires_grad else grad.source
 
@@ -526,7 +528,7 @@ class Reducer:
         pairs = zip(self._grads, used, strict=True)
         frozen = [grad for grad, is_used in pairs if is_used and grad.bucket is None and not grad.produces_sparse]
         # A hook knows the model's buckets only, by their number.
-        hook = self._comm_hook if self._comm_hook is _keep_local else None
+        hook = self._comm_hook if self._leaves_local else None
         for bucket in self._new_buckets(frozen):
             self._issue(bucket, hook)
         self._drain()

@@ -170,6 +170,33 @@ class _Renormalised(nn.Module):
 
 
 @distributed(world_size=2)
+def test_complex_views_of_weights_and_sparse_tensors_are_saved_for_backward():
+    class Spectral(nn.Module):
+        """A filter in the frequencies, as of GFNet, with a conjugated weight, and a sparse product, as of a GCN."""
+
+        def __init__(self):
+            super().__init__()
+            self.filter = nn.Parameter(torch.randn(WIDTH // 2 + 1, 2))
+            self.phase = nn.Parameter(torch.randn(WIDTH // 2 + 1, dtype=torch.complex64))
+            self.last = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            frequencies = torch.fft.rfft(x) * torch.view_as_complex(self.filter) * self.phase.conj()
+            mixed = torch.fft.irfft(frequencies, n=WIDTH)
+            return self.last(torch.sparse.mm(torch.eye(x.shape[0], device=x.device).to_sparse(), mixed))
+
+    class Stacked(nn.Sequential):
+        def __init__(self):
+            torch.manual_seed(0)
+            super().__init__(nn.Linear(WIDTH, WIDTH), Spectral(), Spectral())
+
+    # torch's Adam refuses conjugated gradients.
+    twins = Twins(Stacked, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    twins.train()
+    twins.assert_equal()
+
+
+@distributed(world_size=2)
 def test_a_module_that_writes_to_its_weights_is_an_error():
     twins = Twins(_Renormalised)
     with pytest.raises(ConfigError, match=r"forward of Embedding wrote to its weights \('rows.weight'\)"):

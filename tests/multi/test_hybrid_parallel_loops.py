@@ -128,6 +128,26 @@ def test_groups_and_frozen_and_unused_parameters_equal_one_process(zero_stage):
         assert torch.equal(twins.plain.spare.weight.cpu(), twins.initial["spare.weight"])
 
 
+@pytest.mark.on_device
+@STAGES
+@distributed(world_size=4)
+def test_a_norm_that_is_unfrozen_later_equals_one_process(zero_stage):
+    """Its gradient is partial on each rank, as that of the embedding."""
+    twins = Twins(
+        "user_transformer",
+        build=lambda: seeded(partly_frozen),
+        tp_size=2,
+        zero_stage=zero_stage,
+        enable_sequence_parallelism=True,
+        sequence_parallelism_mode="split_gather",
+    )
+    twins.train()
+    for model in (twins.plain, twins.booster.unwrap_model(twins.model)):
+        model.layers[1].norm1.requires_grad_(True)
+    twins.train()
+    twins.assert_equal()
+
+
 def seeded(build):
     with torch.random.fork_rng():
         torch.manual_seed(1)

@@ -430,3 +430,63 @@ def test_tensors_without_elements_to_write_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="materialise"):
         IO.save_model(ModelWrapper(nn.Linear(2, 2, device="meta")), tmp_path / "m.safetensors")
     assert names_in(tmp_path) == []
+
+
+# State that is not the model's memory.
+
+
+class Counting(nn.Module):
+    """Counts its forwards in its extra state, and in a state of its own that `_save_to_state_dict` adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.num_calls, self.num_more = nn.Linear(4, 4), 0, 0
+
+    def get_extra_state(self):
+        return torch.tensor(self.num_calls)
+
+    def set_extra_state(self, state):
+        self.num_calls = int(state)
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "more"] = torch.tensor(self.num_more)
+
+    def _load_from_state_dict(self, state_dict, prefix, *arguments):
+        self.num_more = int(state_dict.pop(prefix + "more", self.num_more))
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+
+class Halved(nn.Module):
+    """Shows its weights in half precision."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self._register_state_dict_hook(
+            lambda module, state, prefix, _: state.update(
+                {name: one.half() for name, one in state.items() if one.is_floating_point()}
+            )
+        )
+
+
+def test_extra_state_and_state_of_overrides_come_back(tmp_path, form):
+    name, options = form
+    saved, loaded = nn.Sequential(Counting(), nn.BatchNorm1d(4)), nn.Sequential(Counting(), nn.BatchNorm1d(4))
+    saved[0].num_calls, saved[0].num_more = 3, 5
+    IO.save_model(ModelWrapper(saved), tmp_path / name, **options)
+    IO.load_model(ModelWrapper(loaded), tmp_path / name)
+    assert (loaded[0].num_calls, loaded[0].num_more) == (3, 5)
+    assert_equal(state_of(loaded), state_of(saved))
+
+
+def test_weights_that_a_hook_converts_come_back(tmp_path, form):
+    name, options = form
+    saved, loaded = Halved(0), Halved(1)
+    saved.norm.running_mean.fill_(0.25)
+    IO.save_model(ModelWrapper(saved), tmp_path / name, **options)
+    IO.load_model(ModelWrapper(loaded), tmp_path / name)
+    for one, other in zip(loaded.parameters(), saved.parameters(), strict=True):
+        assert torch.equal(one, other.half().float())
+    assert torch.equal(loaded.norm.running_mean, saved.norm.running_mean)

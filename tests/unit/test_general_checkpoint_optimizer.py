@@ -287,3 +287,41 @@ def test_scheduler_files_and_states_that_do_not_fit(tmp_path):
     with pytest.raises(CheckpointError, match=r"\['callback'\]"):
         IO.save_lr_scheduler(scheduler, tmp_path / "scheduler.json")
     assert names_in(tmp_path) == ["other.json"]
+
+
+class Keeping(SGD):
+    """Keeps what it is told to, in its state or in its state dict."""
+
+    def __init__(self, params, *, state=(), top=()):
+        super().__init__(params, lr=0.1)
+        self._state, self._top = state, top
+
+    def step(self, closure=None):
+        super().step(closure)
+        for key in self._state:
+            owner = self.state if key == "global" else self.state[self.param_groups[0]["params"][0]]
+            owner[key] = {"count": 1} if key == "global" else torch.ones(2)
+
+    def state_dict(self):
+        return super().state_dict() | dict.fromkeys(self._top, 1)
+
+
+@pytest.mark.parametrize(
+    ("kept", "message"),
+    [
+        ({"state": ["global"]}, "keeps 'global' beside the states of its parameters"),
+        ({"top": ["k"]}, "keeps 'k' beside the states of its parameters"),
+        ({"state": ["master"]}, "has a state 'master', which has another meaning"),
+        ({"state": ["m.1"]}, "has a state 'm.1', which has another meaning"),
+        ({"state": ["m@rank"]}, "has a state 'm@rank', which has another meaning"),
+    ],
+)
+def test_states_that_a_load_would_lose_are_refused(tmp_path, form, kept, message):
+    name, options = form
+    model = Net(0)
+    wrapped = ModelWrapper(model)
+    optimizer = OptimizerWrapper(Keeping(model.parameters(), **kept), wrapped)
+    train_step(wrapped, optimizer)
+    with pytest.raises(CheckpointError, match=message):
+        IO.save_optimizer(optimizer, tmp_path / name, **options)
+    assert names_in(tmp_path) == []

@@ -451,3 +451,73 @@ def test_a_resume_with_other_hooks_and_batches_is_warned_of(tmp_path, capsys):
     assert "which are ignored: EMAHook" in text
     assert "which start anew: EarlyStopHook" in text
     assert "saved with accumulate=1, and continues with accumulate=2" in text
+
+
+def test_a_maximum_norm_of_zero_clips_nothing():
+    trainer, loader = make(max_norm=0)
+    reference, other = make()
+    trainer.fit(loader, epochs=1)
+    reference.fit(other, epochs=1)
+    assert torch.equal(weights(trainer), weights(reference))
+    assert trainer.grad_norm is None
+
+
+class _FailingOnce:
+    """A criterion that fails in the first evaluation."""
+
+    def __init__(self) -> None:
+        self.has_failed = False
+
+    def __call__(self, outputs, targets):
+        if not torch.is_grad_enabled() and not self.has_failed:
+            self.has_failed = True
+            raise KeyError("in the evaluation")
+        return F.cross_entropy(outputs, targets)
+
+
+def test_averages_are_no_weights_after_an_evaluation_that_failed(tmp_path):
+    hook = EMAHook(0.5)
+    trainer, loader = make(criterion=_FailingOnce(), hooks=[hook])
+    trainer.fit(loader, epochs=1)
+    before = weights(trainer)
+    loss, batch = trainer.loss, trainer.batch
+    with pytest.raises(KeyError):
+        trainer.evaluate(loader)
+    assert trainer.loss is loss
+    assert trainer.batch is batch
+    with pytest.raises(ConfigError, match="saved after an evaluation that failed"):
+        trainer.save(tmp_path / "run")
+    trainer.evaluate(loader)
+    assert torch.equal(weights(trainer), before)
+    trainer.criterion.has_failed = False
+    with pytest.raises(KeyError):
+        trainer.evaluate(loader)
+    trainer.fit(loader, epochs=2)  # from the weights
+    reference, other = make(hooks=[EMAHook(0.5)])
+    reference.fit(other, epochs=2)
+    assert torch.equal(weights(trainer), weights(reference))
+
+
+def test_an_average_goes_on_in_another_trainer_of_its_optimizer_only():
+    hook = EMAHook(0.5)
+    trainer, loader = make(hooks=[hook])
+    trainer.fit(loader, epochs=1)
+    before = [state["ema"].clone() for state in trainer.optimizer.state.values()]
+    again = Trainer(trainer.booster, trainer.model, trainer.optimizer, F.cross_entropy, hooks=[hook])
+    again.fit(loader, epochs=1)
+    after = [state["ema"] for state in trainer.optimizer.state.values()]
+    assert not any(torch.equal(*both) for both in zip(before, after, strict=True))
+    other, _ = make(hooks=[hook])
+    with pytest.raises(ConfigError, match="averages the weights of another optimizer"):
+        other.fit(loader, epochs=1)
+
+
+def test_a_metric_that_is_nan_is_logged_once(tmp_path):
+    class Nan(Hook):
+        def after_epoch(self, trainer):
+            trainer.metrics["eval_nan"] = math.nan
+
+    monitored = MonitorHook(log=tmp_path / "log.jsonl")
+    trainer, loader = make(hooks=[Nan(), monitored])
+    trainer.fit(loader, epochs=3)
+    assert (tmp_path / "log.jsonl").read_text().count("eval_nan") == 1

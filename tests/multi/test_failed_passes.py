@@ -1,0 +1,304 @@
+"""What users go on with after an error that they caught, and weights that they write: nothing is lost silently."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import distributed
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.utils.checkpoint import checkpoint
+
+from booster import Booster, ConfigError
+from booster.device import current_device
+from booster.mixed_precision import FP16NaiveMixedPrecision
+from booster.plugins import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+
+pytestmark = pytest.mark.on_device
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)) for _ in range(2))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, inputs):
+        for block in self.blocks:
+            inputs = block(inputs)
+        return self.head(inputs)
+
+    def first(self, inputs):
+        return self.blocks[0][0](inputs)
+
+
+def boosted(plugin, model, mixed_precision=None, lr=0.1):
+    booster = Booster(plugin=plugin, mixed_precision=mixed_precision)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=lr))
+    return booster, model, optimizer
+
+
+def inputs(width=8):
+    torch.manual_seed(10 + dist.get_rank())
+    return torch.randn(4, width).to(current_device())
+
+
+def assert_equal_on_all_ranks(model):
+    for tensor in model.state_dict().values():
+        ranks = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        dist.all_gather(ranks, tensor.contiguous())
+        assert all(torch.equal(one, tensor) for one in ranks)
+
+
+@distributed(world_size=2)
+def test_fsdp_runs_after_a_direct_call_of_a_submodule_has_raised():
+    booster, model, optimizer = boosted(TorchFSDPPlugin(), Blocks())
+    with pytest.raises(RuntimeError, match="shape"):
+        model.first(inputs(7))
+    booster.backward(model(inputs()).square().mean(), optimizer)
+    optimizer.step()
+    assert_equal_on_all_ranks(model)
+
+
+@distributed(world_size=2)
+def test_fsdp_keeps_changes_of_gathered_weights_although_the_block_raised():
+    precision = FP16NaiveMixedPrecision(initial_scale=2.0)
+    booster, model, optimizer = boosted(TorchFSDPPlugin(), nn.Linear(8, 4), precision, lr=0.0)
+
+    def change_and_fail():
+        with model.gathered() as whole, torch.no_grad():
+            whole.weight.fill_(0.5)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        change_and_fail()
+    booster.backward(model(inputs()).sum(), optimizer)
+    optimizer.step()  # masters have the change as well
+    assert bool((model.state_dict()["weight"] == 0.5).all())
+
+
+@pytest.mark.parametrize("views", [False, True])
+@distributed(world_size=2)
+def test_ddp_reduces_what_a_failed_backward_left(views):
+    _, model, optimizer = booster = boosted(TorchDDPPlugin(gradient_as_bucket_view=views), nn.Linear(8, 8))
+
+    def fail(_):
+        raise RuntimeError("late")
+
+    given = inputs().requires_grad_() * 1
+    given.register_hook(fail)
+    with pytest.raises(RuntimeError, match="late"):
+        booster[0].backward(model(given).square().mean(), optimizer)
+    optimizer.step()
+    assert_equal_on_all_ranks(model)
+
+
+@pytest.mark.parametrize("begins_local", [False, True])
+@distributed(world_size=2)
+def test_ddp_with_a_static_graph_learns_it_from_a_backward_that_reduces(begins_local):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.other, self.shared = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            inner = checkpoint(lambda one: torch.tanh(self.shared(self.other(one))), x, use_reentrant=True)
+            return self.shared(inner)
+
+    booster, model, optimizer = boosted(TorchDDPPlugin(static_graph=True, bucket_cap_mb=1e-6), Twice())
+    for step in range(3):
+        loss = model(inputs().requires_grad_()).square().mean()
+        if begins_local and step == 0:
+            with booster.no_sync(model, optimizer):
+                booster.backward(loss, optimizer)
+        else:
+            booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_equal_on_all_ranks(model)
+
+
+@distributed(world_size=2)
+def test_a_communication_hook_stays_where_layers_are_frozen():
+    booster, model, optimizer = boosted(TorchDDPPlugin(), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    for _ in range(4):
+        booster.backward(model(inputs()).square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    with booster.no_sync(model, optimizer):
+        booster.backward(model(inputs()).square().mean(), optimizer)
+    booster.unwrap_model(model)[0].requires_grad_(False)
+    booster.backward(model(inputs()).square().mean(), optimizer)
+    optimizer.step()
+    assert_equal_on_all_ranks(model)
+    optimizer.zero_grad()
+    with booster.no_sync(model, optimizer):
+        booster.backward(model(inputs()).square().mean(), optimizer)
+    booster.unwrap_model(model).requires_grad_(False)
+    optimizer.step()
+    assert_equal_on_all_ranks(model)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "zero", "fsdp"])
+@distributed(world_size=2)
+def test_an_accumulation_is_discarded_after_an_error_and_by_a_step(kind):
+    plugin = {"ddp": TorchDDPPlugin, "zero": lambda: LowLevelZeroPlugin(precision="fp32"), "fsdp": TorchFSDPPlugin}
+    booster, model, optimizer = boosted(plugin[kind](), nn.Linear(8, 1), lr=1.0)
+    ones = torch.ones(2, 8, device=current_device())
+
+    def accumulate(scale, fails=False):
+        with booster.accumulate(model, optimizer, 2) as is_last:
+            booster.backward(model(ones * scale).mean(), optimizer)
+            if fails:
+                raise KeyError
+            optimizer.step()
+            optimizer.zero_grad()
+        return is_last
+
+    before = model.state_dict()["bias"].clone(), model.state_dict()["weight"].clone()
+    with pytest.raises(KeyError):
+        accumulate(100.0, fails=True)
+    optimizer.zero_grad()
+    assert not accumulate(1.0)
+    assert accumulate(3.0)
+    torch.testing.assert_close(model.state_dict()["weight"], before[1] - 2.0)
+    assert not accumulate(1.0)
+    optimizer.step()  # of the rest
+    optimizer.zero_grad()
+    assert not accumulate(1.0)
+    torch.testing.assert_close(model.state_dict()["weight"], before[1] - 3.0)
+
+
+@distributed(world_size=2)
+def test_a_loss_through_two_models_is_not_accumulated_by_one_optimizer():
+    booster = Booster(plugin=TorchDDPPlugin())
+    encoder, decoder = nn.Linear(8, 4), nn.Linear(4, 1)
+    encoder, first, *_ = booster.boost(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1))
+    decoder, second, *_ = booster.boost(decoder, torch.optim.SGD(decoder.parameters(), lr=0.1))
+    with booster.accumulate(encoder, first, 2), booster.accumulate(decoder, second, 2):
+        booster.backward(decoder(encoder(inputs())).square().mean(), first)
+        first.step()
+        with pytest.raises(ConfigError, match=r"this one's came from another backward"):
+            second.step()
+
+
+@distributed(world_size=2)
+def test_the_loader_that_ends_a_step_may_be_named():
+    booster = Booster(plugin=TorchDDPPlugin())
+    model = nn.Linear(8, 1)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    labeled = booster.prepare_dataloader(torch.utils.data.TensorDataset(torch.randn(24, 8)), batch_size=2)
+    others = booster.prepare_dataloader(torch.utils.data.TensorDataset(torch.randn(8, 8)), batch_size=2)
+    lasts, other = [], iter(others)
+    for (batch,) in labeled:
+        try:
+            next(other)
+        except StopIteration:
+            other = iter(others)
+            next(other)
+        with booster.accumulate(model, optimizer, 4, loader=labeled) as is_last:
+            booster.backward(model(batch.to(booster.device)).mean(), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        lasts.append(is_last)
+    assert lasts == [False, False, False, True, False, True]
+    with (
+        pytest.raises(ConfigError, match=r"got a DataLoader that is not being read"),
+        booster.accumulate(model, optimizer, 4, loader=torch.utils.data.DataLoader([1])),
+    ):
+        pass
+
+
+@distributed(world_size=2)
+def test_masters_follow_weights_that_the_user_writes():
+    booster = Booster(plugin=TorchDDPPlugin(), mixed_precision=FP16NaiveMixedPrecision(initial_scale=2.0))
+    model = nn.ModuleDict({"student": nn.Linear(8, 4), "teacher": nn.Linear(8, 4)})
+    model["teacher"].requires_grad_(False)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = model
+
+        def forward(self, x):
+            return self.parts["student"](x)
+
+    net = Net()
+    net, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.0))
+    parts = booster.unwrap_model(net).parts
+
+    def step():
+        booster.backward(net(inputs()).sum(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with torch.no_grad():
+        parts["student"].bias.fill_(2.0)
+    parts["teacher"].weight.data.fill_(5.0)
+    step()
+    assert bool((parts["student"].bias == 2.0).all())
+    assert bool((parts["teacher"].weight == 5.0).all())
+    state = {name: torch.full_like(tensor, 3.0) for name, tensor in net.state_dict().items()}
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        net.load_state_dict({**state, "foreign": torch.ones(1)})  # torch copies first, and raises then
+    step()
+    assert bool((parts["student"].weight == 3.0).all())
+
+
+class Parts(nn.Module):
+    """A norm between two layers, of which sequence parallelism computes the gradients by parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.embed = nn.Linear(8, 16), nn.Linear(16, 8), nn.Embedding(10, 8)
+
+    def forward(self, tokens):
+        return self.down(torch.tanh(self.up(self.embed(tokens))))
+
+
+@distributed(world_size=2)
+def test_a_vocabulary_parallel_embedding_refuses_foreign_tokens():
+    plan = {"embed": "vocab", "up": "colwise", "down": "rowwise"}
+    booster, model, _ = boosted(HybridParallelPlugin(tp_size=2, precision="fp32", plan=plan), Parts())
+    model(torch.tensor([[0, 9]], device=booster.device))
+    if booster.device.type == "cpu":
+        for token in (-1, 10):
+            with pytest.raises(IndexError, match=f"index {token} is out of range of 10 embeddings"):
+                model(torch.tensor([[0, token]]))
+
+
+@distributed(world_size=2)
+def test_the_configuration_s_data_counts_sequence_ranks():
+    further = {"sp_size": 2, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all"}
+    HybridParallelPlugin.from_config({"data": 1}, **further)
+    with pytest.raises(ConfigError, match="sp_size=2 is 4 ranks, but the world size is 2"):
+        HybridParallelPlugin.from_config({"data": 2}, **further)
+
+
+@distributed(world_size=2)
+def test_a_pipeline_runs_on_after_its_data_ended_and_a_stage_was_frozen():
+    plugin = HybridParallelPlugin(pp_size=2, num_microbatches=2, precision="fp32", execution_sequence=["0", "1"])
+    booster, model, optimizer = boosted(plugin, nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+
+    def run(batches):
+        return booster.execute_pipeline(
+            iter(batches), model, lambda outputs, _: outputs.square().mean(), optimizer, return_loss=True
+        )
+
+    batch = torch.ones(4, 8, device=booster.device)
+    first = run([batch])["loss"]
+    optimizer.step()
+    optimizer.zero_grad()
+    for parameter in model.parameters():
+        if dist.get_rank() == 0:
+            parameter.requires_grad_(False)
+    with pytest.raises(StopIteration):
+        run([])
+    assert run([batch])["loss"] < first
