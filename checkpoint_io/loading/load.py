@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -49,8 +49,8 @@ class Match:
 
     def check(
         self, stored: StoredCheckpoint, converted: ConvertedSpecs | None, source_name: str, *, strict: bool
-    ) -> Match:
-        """Return the match itself, or raise one error that lists all mismatches.
+    ) -> None:
+        """Raise one error that lists all mismatches.
 
         Args:
             stored: Open checkpoint.
@@ -85,7 +85,6 @@ class Match:
                     f"{used!r} and {differing[0]!r} are one tied tensor in the model, but differ in {stored.path}, so"
                     " nothing was loaded: untie them in the model, or pass strict=False to load the first"
                 )
-        return self
 
     def format_mismatches(self) -> str:
         """Format all mismatches, one per line; empty if there are none."""
@@ -331,12 +330,13 @@ class ModelLoad:
             converted = ranks.run_on_all_ranks(lambda: convert_specs(stored.specs, model, names), action)
         source_name = f"{self._path}{' (saved with exclude_frozen_parameters=True)' if excludes_frozen else ''}"
         specs, optional = (stored.specs, frozenset()) if converted is None else (converted.specs, converted.optional)
-        matched = ranks.run_on_all_ranks(
-            lambda: match_names(specs, slices, tied, names, optional | excluded).check(
-                stored, converted, source_name, strict=self.strict
-            ),
-            action,
+        own = ranks.run_on_all_ranks(lambda: match_names(specs, slices, tied, names, optional | excluded), action)
+        matched = replace(  # a rank may hold none of a tensor, and names it nevertheless
+            own,
+            missing=sorted(loader.names_of_all_ranks(own.missing)),
+            differing=sorted(loader.names_of_all_ranks(own.differing)),
         )
+        ranks.run_on_all_ranks(lambda: matched.check(stored, converted, source_name, strict=self.strict), action)
         if not self.strict and ranks.rank == 0 and matched.format_mismatches():
             get_dist_logger().warning(f"{action} with strict=False leaves out:{matched.format_mismatches()}")
         self._computed = {

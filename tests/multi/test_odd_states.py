@@ -8,7 +8,7 @@ from harness import distributed, run_ranks
 from strategies import FP32
 from torch import nn
 
-from booster import Booster, FP16TorchMixedPrecision
+from booster import Booster, CheckpointError, FP16TorchMixedPrecision
 from booster.plugins import LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 
 pytestmark = pytest.mark.on_device
@@ -109,3 +109,19 @@ def test_an_overflow_before_a_resume_in_fp32_skips_its_step(kind, tmp_path):
     assert is_last
     assert optimizer.step_was_skipped
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", ["zero1", "gemini", "fsdp", "hybrid_tp"])
+@distributed(world_size=2)
+def test_every_tensor_that_is_left_out_is_named(kind, tmp_path):
+    booster, model, _ = made("ddp")
+    booster.save_model(model, tmp_path / "model", shard=True)
+    booster = FP32[kind]()
+    larger = Net()
+    larger.extra = nn.Linear(3, 5)
+    larger.head = nn.Linear(8, 3)
+    larger, *_ = booster.boost(larger, torch.optim.SGD(larger.parameters(), lr=0.1))
+    with pytest.raises(CheckpointError) as error:
+        booster.load_model(larger, tmp_path / "model")
+    for name in ("extra.weight", "extra.bias", "head.weight", "head.bias"):
+        assert name in str(error.value)
