@@ -24,6 +24,11 @@ def get_dist_logger(name: str = "booster") -> DistributedLogger:
     return _loggers[name]
 
 
+def log_rank_zero(message: str) -> None:
+    """Log one line on rank 0."""
+    get_dist_logger().info(message, ranks=[0])
+
+
 def disable_existing_loggers(include: Sequence[str] | None = None, exclude: Sequence[str] = ("booster",)) -> None:
     """Set the level of existing loggers of Python's logging to WARNING, as ColossalAI's function does.
 

@@ -19,7 +19,7 @@ from .collective_op import CollectiveOp, start_op
 from .collectives import LOW_PRECISION, group_rank, group_size, sum_dtype, wait_all
 from .fake import is_fake_world
 from .pending_work import PendingWork
-from .shared_memory import GroupMemory
+from .shared_memory import GroupMemory, all_gather_single
 
 # Note [Shards]
 # A flat buffer over P ranks is P equal shards; rank r of the group owns shard r. Rank r sends its copy of shard j to
@@ -32,9 +32,8 @@ from .shared_memory import GroupMemory
 # Elements summed at a time: values converted to fp32 stay in the cache. Fewer cost more calls than they save misses.
 _BLOCK_NUMEL = 2**18
 
-# torch 2.13 renamed both and warns at each call of the old names.
+# torch 2.13 renamed it and warns at each call of the old name.
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class ReduceScatter:
@@ -149,7 +148,7 @@ def start_all_gather(buffer: torch.Tensor, group: dist.ProcessGroup | None = Non
     operation = start_op("all_gather", group, sent=volume, received=volume)
     if not _use_p2p(buffer):
         with operation.translate_errors():
-            work = _all_gather_single(buffer.detach(), local_shard, group=group, async_op=True)
+            work = all_gather_single(buffer.detach(), local_shard, group=group, async_op=True)
         return AllGather(partial(operation.wait, work))
     group_memory = operation.memory_for(buffer)
     if group_memory is not None:

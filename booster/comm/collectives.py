@@ -32,6 +32,7 @@ from booster.kernels.shared_memory import can_reduce
 from .collective_op import CollectiveOp, start_op
 from .fake import is_fake_world
 from .process_groups import keep_with_world, new_group
+from .shared_memory import all_gather_single
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -118,9 +119,6 @@ def wait_all(operation: CollectiveOp, works: Sequence[dist.Work]) -> None:
     for work in works:
         operation.wait(work)
 
-
-# torch 2.13 renamed all_gather_into_tensor and warns at each call of the old name.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # A length that no other sum has: a rank at another call does not match it.
 _BARRIER_NUMBERS = (0.0,) * 5
@@ -281,7 +279,7 @@ def all_gather_equal(tensor: torch.Tensor, group: dist.ProcessGroup | None = Non
         source,
         in_memory=lambda memory: memory.all_gather(joined, source, operation.number),
         by_messages=lambda: p2p_all_gather(operation, joined, source),
-        by_backend=lambda: _all_gather_single(joined, source, group=group),
+        by_backend=lambda: all_gather_single(joined, source, group=group),
     )
     return joined.to(device)
 

@@ -44,7 +44,7 @@ _RECORD = struct.Struct("<?36sQQQqqQQ")
 _NO_FILE = -1
 
 # torch 2.13 renamed it and warns at each call of the old name.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(slots=True)
@@ -197,7 +197,7 @@ def _host() -> tuple[bytes, int, int, int]:
 def _all_gather_bytes(local: bytes, group: dist.ProcessGroup) -> list[bytes]:
     source = torch.frombuffer(bytearray(local), dtype=torch.uint8)
     joined = source.new_empty(dist.get_world_size(group) * len(local))
-    _all_gather_single(joined, source, group=group)
+    all_gather_single(joined, source, group=group)
     return [bytes(row.numpy()) for row in joined.view(-1, len(local))]
 
 

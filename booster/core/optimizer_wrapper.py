@@ -336,11 +336,8 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         return None
 
     def _check_own_backward(self) -> None:
-        """Check that a microbatch in which this optimizer had no backward() has no gradients: they are not averaged.
-
-        Collective if ranks hold shards.
-        """
-        if self._any_rank([self._has_gradients()])[0]:
+        """Check that a microbatch in which this optimizer had no backward() has no gradients: they are not averaged."""
+        if self._has_gradients():  # not collective, as a rank may skip a microbatch
             raise ConfigError(
                 "accumulate() averages the gradients of booster.backward(loss, optimizer) with its own optimizer, and"
                 " this one's came from another backward, as of a loss through two models: write"

@@ -77,17 +77,6 @@ class EpochSampler(Protocol):
         """Return a log line about the uneven end of an epoch resumed at this position, or None if it is even."""
 
 
-class IndexSampler(EpochSampler, Protocol):
-    """Batch sampler of a map-style dataset, which knows its batches before they are read."""
-
-    def batch_at(self, position: int) -> BatchPosition:
-        """Return the batch that starts at this position."""
-
-    def __iter__(self) -> Iterator[list[int]]: ...
-
-    def __len__(self) -> int: ...
-
-
 def check_data_parallel(dp_rank: int, dp_size: int, batch_size: int) -> None:
     """Validate a data-parallel rank, group size and batch size.
 

@@ -16,10 +16,11 @@ from booster.core.model_wrapper import ModelWrapper
 from booster.core.optimizer_wrapper import OptimizerWrapper
 from booster.errors import ConfigError
 from booster.interface import LossScaler, MixedPrecision
+from booster.logger import log_rank_zero
 from booster.validation import is_non_nan_number
 
 from .autocast import AutocastMixedPrecision, check_no_float16_weights
-from .fp16 import Fp16Weights, OriginalWeights, attach_masters, cast_floats, log_rank_zero, low_precision_to_fp32
+from .fp16 import Fp16Weights, OriginalWeights, attach_masters, cast_floats, low_precision_to_fp32
 from .loss_scaler import ConstantLossScaler, DynamicLossScaler
 
 

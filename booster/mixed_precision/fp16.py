@@ -19,6 +19,7 @@ from booster.core.shard_spec import TensorSlice
 from booster.errors import ConfigError
 from booster.interface.mixed_precision import MixedPrecision
 from booster.lazy_init import materialize
+from booster.logger import log_rank_zero
 from booster.pytree import map_tensors
 from booster.validation import check_flag
 
@@ -346,10 +347,3 @@ class FP16NaiveMixedPrecision(MixedPrecision):
             num_zeros += gradient.numel() - int(torch.count_nonzero(stored))
         self.num_zeros_in_grad = num_zeros
         log_rank_zero(f"zeros in the gradients: {self.num_zeros_in_grad}")
-
-
-def log_rank_zero(message: str) -> None:
-    """Log one line on rank 0."""
-    from booster.logger import get_dist_logger  # deferred: the import is only needed for logging
-
-    get_dist_logger("booster").info(message, ranks=[0])

@@ -238,13 +238,6 @@ class Manifest:
     documents: dict[str, DocumentRecord] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def num_bytes(self) -> int:
-        """Total size of files and documents."""
-        return sum(file.num_bytes for file in self.files.values()) + sum(
-            document.num_bytes for document in self.documents.values()
-        )
-
     def encode(self) -> bytes:
         """Serialize the manifest as JSON, with its own checksum last.
 

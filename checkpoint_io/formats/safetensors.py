@@ -154,11 +154,6 @@ def _format_error(source_name: str, reason: str) -> CheckpointError:
     return CheckpointError(f"{source_name} is damaged or not a safetensors file: {reason}. Take another copy of it")
 
 
-def num_bytes(tensor: torch.Tensor) -> int:
-    """Return the size of the tensor's elements in bytes."""
-    return tensor.numel() * tensor.dtype.itemsize
-
-
 def to_contiguous_cpu(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous CPU tensor without gradient; shares memory if the tensor already is one."""
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()

@@ -24,7 +24,7 @@ from booster.errors import CheckpointError, ConfigError, format_list
 from booster.interface import ModelWrapper, TensorSlice
 from booster.kernels.checksum import crc32
 from booster.lazy_init import is_lazy, materialize_tensor
-from booster.mixed_precision.fp16 import log_rank_zero
+from booster.logger import log_rank_zero
 from booster.plugins.sharding.buffer_pool import broadcast_coalesced
 from booster.plugins.sharding.collective_order import OrderNegotiation
 

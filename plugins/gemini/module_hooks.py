@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,32 +39,12 @@ _Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 # must exclude the same ones: these hooks are therefore the innermost ones in every module.
 
 
-class WeightSource(Protocol):
-    """Provider of chunks for the saved-tensor hooks."""
-
-    def chunk_at(self, address: int) -> Chunk | None:
-        """Return the chunk whose gathered buffer starts at a memory address, or None."""
-        ...
-
-    def gather_for_backward(self, param: ChunkParam) -> torch.Tensor:
-        """Gather the weights of a parameter and return the chunk's gathered buffer."""
-        ...
-
-    def note_saved(self, address: int, num_bytes: int) -> None:
-        """Record memory saved by autograd."""
-        ...
-
-    def note_released(self, address: int, num_bytes: int) -> None:
-        """Record the release of memory saved by autograd."""
-        ...
-
-
 class _SavedWeight:
     """Saved view of a parameter's weights."""
 
     __slots__ = ("_offset", "_param", "_size", "_source", "_stride", "_version")
 
-    def __init__(self, source: WeightSource, param: ChunkParam, tensor: torch.Tensor, offset: int) -> None:
+    def __init__(self, source: ModuleHooks, param: ChunkParam, tensor: torch.Tensor, offset: int) -> None:
         self._source = source
         self._param = param
         self._version = param.chunk.version
@@ -111,7 +91,7 @@ class _CountedOther(_SavedOther):
 
     __slots__ = ("_memory", "_source")
 
-    def __init__(self, tensor: torch.Tensor, source: WeightSource, storage: torch.UntypedStorage) -> None:
+    def __init__(self, tensor: torch.Tensor, source: ModuleHooks, storage: torch.UntypedStorage) -> None:
         super().__init__(tensor)
         self._source = source
         self._memory = storage.data_ptr(), storage.nbytes()
@@ -128,7 +108,7 @@ class SavedTensors:
         source: Provider of the chunks.
     """
 
-    def __init__(self, source: WeightSource) -> None:
+    def __init__(self, source: ModuleHooks) -> None:
         self._source = source
         # One object each, for comparison by identity.
         self._pack_hook = self._pack
@@ -472,7 +452,7 @@ class ModuleHooks:
         self._again.unpin()
         self._manager.reduction.on_grad_ready(param)
 
-    # Interface of `SavedTensors`.
+    # Called by `SavedTensors`.
 
     def chunk_at(self, address: int) -> Chunk | None:
         """Return the chunk whose gathered buffer starts at a memory address, or None."""

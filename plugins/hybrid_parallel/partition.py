@@ -13,7 +13,7 @@ from booster.comm import check_same_across_ranks, real_tensors
 from booster.core.layer_stacks import find_stacks
 from booster.errors import ConfigError
 from booster.interface import ShardSpec
-from booster.mixed_precision.fp16 import log_rank_zero
+from booster.logger import log_rank_zero
 from booster.plugins.sharding.deferred_init import Materializer
 
 from .activation_checkpointing import check_stacks, checkpoint_layers
@@ -25,7 +25,7 @@ from .expert_parallel.shared_experts import overlap_shared_experts
 from .mesh import HybridMesh
 from .parallelize import parallelize
 from .pipeline_parallel.deferred_wgrad import DeferredWeightGrads, defer_weight_gradients
-from .pipeline_parallel.shard_params import shard_parameter, shard_parameters
+from .pipeline_parallel.shard_params import shard_parameters
 from .pipeline_parallel.stage_forward import StagePartition
 from .pipeline_parallel.stage_module import StageModel, build_stage, install_chunk_forward
 from .pipeline_parallel.stage_partition.balance import partition_layers
@@ -343,21 +343,6 @@ class ModelPartitioner:
             defer_weight_gradients(model, self.weight_gradients)
         install_chunk_forward(model, stage_model, self._stage)
         return stage_model
-
-    def shard_layers(self, model: nn.Module, plan: TensorParallelPlan) -> None:
-        """Shard the layers of all stages of an unsharded model, in place.
-
-        Args:
-            model: Unsharded model, on its final device.
-            plan: Tensor-parallel plan of the model.
-
-        Collective: no.
-        """
-        shard_specs = self.shard_specs(model, plan)
-        tensor_rank = 0 if self.tp_group is None else self.tp_group.rank
-        for name, parameter in model.named_parameters():
-            shard_parameter(parameter, shard_specs[name][tensor_rank])
-        self._parallelize(model, plan, shard_specs)
 
     def _modules_held(self, model: nn.Module, stage_partition: StagePartition) -> set[str]:
         """Return the names of this stage's modules."""

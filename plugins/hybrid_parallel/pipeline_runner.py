@@ -26,7 +26,7 @@ from booster.core.accumulation import check_scalar_loss
 from booster.core.model_wrapper import batch_on_device, forward_arguments
 from booster.errors import ConfigError, RankFailedError, add_note
 from booster.fault_tolerance.progress import Phase, current_thread, in_phase
-from booster.mixed_precision.fp16 import log_rank_zero
+from booster.logger import log_rank_zero
 from booster.plugins.low_level_zero.optimizer import ZeroOptimizer
 from booster.pytree import iter_tensors, map_tensors
 from booster.rng_state import fork_rng_state, get_rng_state, set_rng_state

@@ -15,7 +15,7 @@ from booster.compatibility import takes_foreign
 from booster.core.plain_torch import refuse_plain_training
 from booster.errors import ConfigError
 from booster.lazy_init import check_materialized, move_to_device
-from booster.mixed_precision.fp16 import log_rank_zero
+from booster.logger import log_rank_zero
 from booster.plugins.base import WrappedPair, check_memory_is_apart
 from booster.plugins.sharding.config import ShardGroups, WeightPrecision, ZeroConfig
 from booster.plugins.sharding.elementwise import require_elementwise

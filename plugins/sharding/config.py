@@ -13,7 +13,8 @@ from torch import nn
 from booster.device import computes_in_bf16
 from booster.errors import ConfigError
 from booster.interface import MixedPrecision
-from booster.mixed_precision.fp16 import cast_floats, log_rank_zero, low_precision_to_fp32
+from booster.logger import log_rank_zero
+from booster.mixed_precision.fp16 import cast_floats, low_precision_to_fp32
 from booster.mixed_precision.loss_scaler import DynamicLossScaler, LossScaleConfig
 from booster.plugins.base import PluginConfig
 from booster.validation import check_clipping, check_flag, check_replicas, is_non_nan_number

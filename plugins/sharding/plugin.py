@@ -11,7 +11,7 @@ import torch
 from booster.comm import group_size, sum_dtype
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
-from booster.mixed_precision.fp16 import log_rank_zero
+from booster.logger import log_rank_zero
 from booster.plugins.base import DistributedPlugin, arguments_of
 
 from .config import DTYPES, ShardedConfig, default_precision

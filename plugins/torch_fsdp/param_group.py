@@ -345,14 +345,10 @@ class ParamGroup:
     # Weights.
 
     @torch.no_grad()
-    def gather(self, dtype: torch.dtype | None = None) -> dict[ShardedParam, torch.Tensor]:
-        """Return unsharded weights in newly allocated memory. Collective over `process_group`.
-
-        Args:
-            dtype: Dtype of the weights; optional, defaults to that of the shards.
-        """
+    def gather(self) -> dict[ShardedParam, torch.Tensor]:
+        """Return unsharded weights in newly allocated memory. Collective over `process_group`."""
         full_params: dict[ShardedParam, torch.Tensor] = {}
-        buffer = self._gathered(dtype)
+        buffer = self._gathered(None)
         grid, start = buffer.view(self.num_ranks, -1), 0
         for one in self.params:
             rows = grid[:, start : start + one.padded_numel].reshape(-1)

@@ -18,8 +18,8 @@ from booster.comm import group_size, max_of_numbers, new_cpu_group, timeout_scop
 from booster.compatibility import takes_foreign
 from booster.core.plain_torch import refuse_plain_gradient, refuse_plain_training
 from booster.interface import ModelWrapper, OptimizerWrapper
+from booster.logger import log_rank_zero
 from booster.mixed_precision import mixed_precision_names
-from booster.mixed_precision.fp16 import log_rank_zero
 from booster.plugins.base import DistributedPlugin, WrappedPair, arguments_of, check_memory_is_apart
 from booster.plugins.sharding.config import ShardGroups, new_loss_scaler
 from booster.plugins.sharding.deferred_init import Materializer

@@ -60,18 +60,15 @@ class ReplicatedParams:
 
     Args:
         params: Parameters, equal on all ranks.
-        data_parallel_group: Group over which gradients are summed; None for the world group.
         shard_group: Group that the owners belong to.
     """
 
     def __init__(
         self,
         params: Sequence[ReplicatedParam],
-        data_parallel_group: dist.ProcessGroup | None,
         shard_group: dist.ProcessGroup | None,
     ) -> None:
         self.params = tuple(params)
-        self._data_parallel_group = data_parallel_group
         self._shard_group = shard_group
 
     @property
@@ -93,15 +90,15 @@ class ReplicatedParams:
         used = [one for one in self.params if one.is_used]
         for dtype in dict.fromkeys(one.grad_dtype for one in used):
             same_dtype = [one for one in used if one.grad_dtype == dtype]
-            device = collective_device(self._data_parallel_group)
+            device = collective_device(None)
             contributions: list[torch.Tensor] = []
             for one in same_dtype:
                 gradient = torch.zeros_like(one.parameter) if one.parameter.grad is None else one.parameter.grad
                 part = gradient.detach().reshape(-1).to(dtype)
                 contributions.append((part if one.reduced_grad is None else part + one.reduced_grad).to(device))
             flat = torch.cat(contributions)
-            if group_size(self._data_parallel_group) > 1:
-                flat = all_reduce_sum(flat, self._data_parallel_group)
+            if group_size() > 1:
+                flat = all_reduce_sum(flat, None)
             for one, part in zip(same_dtype, flat.split([one.parameter.numel() for one in same_dtype]), strict=True):
                 one.parameter.grad = None
                 one.reduced_grad = part.to(one.parameter.device) if self.owns(one) else None

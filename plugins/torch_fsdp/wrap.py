@@ -451,7 +451,7 @@ class FSDPModelBuilder:
         return FSDPModel(
             model,
             list(self._param_groups(model, names, originals, collective_order)),
-            ReplicatedParams(_replicated_params(replicated, names, shard_group), None, shard_group),
+            ReplicatedParams(_replicated_params(replicated, names, shard_group), shard_group),
             collective_order,
             device=self.device,
             is_primary=self.is_primary,

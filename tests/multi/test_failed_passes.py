@@ -302,3 +302,19 @@ def test_a_pipeline_runs_on_after_its_data_ended_and_a_stage_was_frozen():
     with pytest.raises(StopIteration):
         run([])
     assert run([batch])["loss"] < first
+
+
+@pytest.mark.parametrize("kind", ["ddp", "zero", "fsdp"])
+@distributed(world_size=2)
+def test_a_rank_may_skip_a_microbatch(kind):
+    plugin = {"ddp": TorchDDPPlugin, "zero": lambda: LowLevelZeroPlugin(precision="fp32"), "fsdp": TorchFSDPPlugin}
+    booster, model, optimizer = boosted(plugin[kind](), nn.Linear(8, 1), lr=1.0)
+    before = model.state_dict()["bias"].clone()
+    for step in range(2):
+        with booster.accumulate(model, optimizer, 2):
+            outputs = model(torch.ones(2, 8, device=current_device()))
+            if step == 1 or dist.get_rank() == 0:
+                booster.backward(outputs.mean(), optimizer, num_items=1)
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(model.state_dict()["bias"], before - 1.0)

@@ -55,21 +55,6 @@ class PipelineArguments:
         """Number of chunks of the full model."""
         return self.num_stages * self.num_chunks
 
-    def count_for(self, batch_size: int) -> int:
-        """Return the number of microbatches of a batch.
-
-        Raises:
-            ConfigError: The batch has fewer samples than `num_microbatches`.
-        """
-        if self.num_microbatches is not None and self.num_microbatches > batch_size:
-            raise ConfigError(
-                f"num_microbatches={self.num_microbatches} of a batch with {batch_size} sample(s) leaves stages without"
-                f" work: give a batch of {self.num_microbatches} or more samples, or fewer microbatches"
-            )
-        if self.num_microbatches is not None:
-            return self.num_microbatches
-        return -(-batch_size // (self.microbatch_size or batch_size))
-
     def remarks(self) -> list[str]:
         """Return log lines about arguments that have no effect with one stage."""
         given_and_usual = {

@@ -136,7 +136,6 @@ TENSOR_AXIS_MODES = frozenset({"split_gather", "ring"})
 _CROSS_ATTENTION = ("cross", "encdec", "encoder_attn", "enc_dec", "encoder_decoder")
 _LATENT = ("q_b_proj", "kv_b_proj")  # multi-head latent attention: each has its own input
 _VOCABULARY_STYLES = frozenset({"vocab_head", "vocab"})
-_IN_REGION = COLUMN_STYLES | ROW_STYLES | {"replicated_with_grad_allreduce", "embedding_colwise"}
 _MIXES_TOKENS = ("attention", "attn", "conv", "mamba", "mixer", "ssm", "lstm", "gru", "rnn", "batchnorm")
 
 
