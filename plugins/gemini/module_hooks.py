@@ -203,22 +203,37 @@ class _RunningModule:
     Attributes:
         module: Running module, or None for a function that backward recomputes.
         pinned: Parameters that it uses.
+        shown: The same with version and memory of the weights at first use.
         error: Exception that was being handled at its start.
         packs: If True, it has installed the saved-tensor hooks.
-        version: Sum of its own weights' version counters at its start.
     """
 
     module: nn.Module | None
     pinned: list[tuple[Chunk, list[ChunkParam]]] = field(default_factory=list)
+    shown: list[tuple[ChunkParam, int, int]] = field(default_factory=list)
     error: BaseException | None = None
     packs: bool = False
-    version: int = 0
+
+    def pin(self, chunk: Chunk, params: list[ChunkParam]) -> None:
+        """Pin gathered parameters of a chunk."""
+        chunk.pin(params)
+        self.pinned.append((chunk, params))
+        self.shown += [(one, one.parameter._version, one.parameter.data_ptr()) for one in params]
+
+    def written(self) -> list[str]:
+        """Return the names of parameters that were written to since they were pinned."""
+        return [
+            param.name
+            for param, version, address in self.shown
+            if (param.parameter._version, param.parameter.data_ptr()) != (version, address)
+        ]
 
     def unpin(self) -> None:
         """Unpin all its parameters."""
         for chunk, params in self.pinned:
             chunk.unpin(params)
         self.pinned.clear()
+        self.shown.clear()
 
 
 class HookedParameters(dict[str, Any]):
@@ -338,7 +353,6 @@ class ModuleHooks:
             if own:
                 self._manager.need(own)
                 self._pin(running, own)
-                running.version = sum(param.parameter._version for param in own)
             running.packs = self._saved.begin()
 
     def exit(self, module: nn.Module, own: Sequence[ChunkParam], output: Any) -> None:
@@ -348,6 +362,7 @@ class ModuleHooks:
             ConfigError: The module modified its own weights.
         """
         with unseen_by_modes():
+            written: list[str] = []
             while self._running:
                 running = self._running.pop()
                 if running.packs:
@@ -355,12 +370,13 @@ class ModuleHooks:
                 if self._running:
                     returned = [self._params.get(id(one)) for one in _parameters_in(output)]
                     self._pin(self._running[-1], [param for param in returned if param is not None])
+                written = running.written()
                 running.unpin()
                 if running.module is module:
                     break
             has_failed = sys.exc_info()[1] not in (None, running.error)
-            if own and not has_failed and running.version != sum(param.parameter._version for param in own):
-                names = ", ".join(repr(param.name) for param in own)
+            if written and not has_failed:
+                names = ", ".join(map(repr, written))
                 raise ConfigError(
                     f"the forward of {type(module).__name__} wrote to its weights ({names}), as nn.Embedding does with"
                     " max_norm: what was gathered for it is thrown away, and the change with it. Leave that out, change"
@@ -391,8 +407,7 @@ class ModuleHooks:
         for param in params:
             by_chunk.setdefault(param.chunk.index, (param.chunk, []))[1].append(param)
         for chunk, members in by_chunk.values():
-            chunk.pin(members)
-            running.pinned.append((chunk, members))
+            running.pin(chunk, members)
 
     def _begin_outermost(self) -> None:
         if _is_autograd_running():  # activation checkpointing recomputes a part of the forward

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from booster.comm import AllGather as Gathering
 from booster.comm import ReduceScatter, group_rank, group_size, start_all_gather, start_reduce_scatter
 from booster.core.compiling import EagerHook
-from booster.errors import DesyncError
+from booster.errors import ConfigError, DesyncError, format_list
 from booster.plugins.sharding.buffer_pool import BufferPool
 from booster.plugins.sharding.collective_order import CollectiveKind, CollectiveOrder, CollectiveRequest
 from booster.pytree import map_tensors
@@ -251,6 +251,7 @@ class ParamGroup:
         self.on_gradients: Callable[[], None] | None = None
         self._has_graph_of_gradients = self._makes_graph = False
         self._running_submodule: nn.Module | None = None
+        self._shown_versions: list[tuple[int, int] | None] = []
         self._install_collectives(module)
         self._hook_submodules(compiled)
 
@@ -290,10 +291,28 @@ class ParamGroup:
         self.input_hook.bind_to_outputs(submodule, args, output)
         return self.fsdp2.post_forward(args, output)
 
-    def _drop_casts(self, *unused: Any) -> None:
-        """Free the casts that autocast keeps of the gathered weights until its end: those of all layers together."""
+    def _begin_forward(self, *unused: Any) -> None:
+        self._shown_versions = self._versions()
+
+    def _end_forward(self, *unused: Any) -> None:
+        # Autocast keeps casts of the gathered weights until its end: those of all layers together.
         if torch.is_autocast_enabled(self.device.type):
             torch.clear_autocast_cache()
+        before, after = self._shown_versions, self._versions()
+        if before != after:
+            pairs = zip(self.params, before, after, strict=True)
+            written = [repr(param.name) for param, old, new in pairs if old is not None and old != new]
+            if written:
+                raise ConfigError(
+                    f"the forward of {self.name or 'the model'} wrote to its weights ({format_list(written, 3)}): what"
+                    " was gathered for it is thrown away, and the change with it. Change weights between steps inside"
+                    " of `with model.gathered():`, or use a plugin that keeps weights whole"
+                )
+
+    def _versions(self) -> list[tuple[int, int] | None]:
+        """Return what changes where a forward writes to its weights, by parameter; None before the first all-gather."""
+        shown = [param.unsharded_param for param in self.params]
+        return [None if one is None else (one._version, one.untyped_storage()._cdata) for one in shown]
 
     def _unshard_for_inference(self, *unused: Any) -> None:
         """Gather the weights outside of inference mode.
@@ -313,7 +332,8 @@ class ParamGroup:
         self.fsdp2.observe_pre_backward(self._note_graph_of_gradients)
         self.fsdp2.protect_unused_gathers()
         cast(nn.Module, module).register_forward_pre_hook(self._unshard_for_inference, prepend=True)
-        cast(nn.Module, module).register_forward_hook(self._drop_casts)
+        cast(nn.Module, module).register_forward_pre_hook(self._begin_forward)  # behind FSDP2's, which gathers
+        cast(nn.Module, module).register_forward_hook(self._end_forward)
 
     @property
     def reduced_params(self) -> tuple[ShardedParam, ...]:
