@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from booster import Booster, ConfigError
 from booster.device import current_device
 from booster.mixed_precision import FP16NaiveMixedPrecision
+from booster.optim import FusedLAMB
 from booster.plugins import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 
 pytestmark = pytest.mark.on_device
@@ -344,3 +345,68 @@ def test_weights_that_a_forward_writes_are_refused_where_they_are_gathered(plugi
     _, model, _ = boosted(plugin(), Writes())
     with pytest.raises(ConfigError, match=r"the forward of .* wrote to its weights \('prototypes.weight'\)"):
         model(inputs())
+
+
+@pytest.mark.parametrize("kind", ["ddp", "zero"])
+@distributed(world_size=2)
+def test_zeros_of_an_optimizer_stay_gradients(kind):
+    """`FusedLAMB(set_grad_none=False)` keeps updating parameters that have once been used."""
+    booster = Booster(plugin=TorchDDPPlugin() if kind == "ddp" else LowLevelZeroPlugin(precision="fp32"))
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"used": nn.Linear(8, 2), "once": nn.Linear(8, 2)})
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = model
+
+        def forward(self, x, uses_both):
+            return self.parts["used"](x) + (self.parts["once"](x) if uses_both else 0)
+
+    net = Net()
+    net, optimizer, *_ = booster.boost(net, FusedLAMB(net.parameters(), lr=0.1, set_grad_none=False))
+    weights = []
+    for uses_both in (True, False):
+        booster.backward(net(inputs(), uses_both).square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        weights.append(net.state_dict()["parts.once.weight"].clone())
+    assert not torch.equal(*weights)  # by its moments
+
+
+@distributed(world_size=2)
+def test_gemini_steps_optimizers_that_keep_more_than_states_of_parameters():
+    class Keeping(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            self.state["steps"] = self.state.get("steps", 0) + 1
+            self.state["kept"]["tensor"] = torch.zeros(3)
+
+        def use_shards(self, shards):
+            """Elementwise."""
+
+    model = nn.Linear(8, 4)
+    booster = Booster(plugin=GeminiPlugin(precision="fp32"))
+    model, optimizer, *_ = booster.boost(model, Keeping(model.parameters(), lr=0.1))
+    for _ in range(2):
+        booster.backward(model(inputs()).sum(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.state["steps"] == 2
+
+
+@distributed(world_size=2)
+def test_a_pipeline_stage_may_have_no_parameters():
+    plugin = HybridParallelPlugin(pp_size=2, num_microbatches=2, precision="fp32", execution_sequence=["0", "1"])
+    booster, model, optimizer = boosted(plugin, nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+    losses = []
+    for _ in range(2):
+        batch = torch.ones(4, 8, device=booster.device)
+        losses.append(
+            booster.execute_pipeline(
+                iter([batch]), model, lambda outputs, _: outputs.square().mean(), optimizer, return_loss=True
+            )["loss"]
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[1] < losses[0]

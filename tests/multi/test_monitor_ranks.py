@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import sys
 import threading
 import time
+import types
 
 import pytest
 import torch
@@ -225,3 +227,19 @@ def _only_on_rank_0():
 def test_a_monitor_on_one_rank_alone_is_an_error_there():
     with pytest.raises(RanksFailed, match=r"rank 1 did not complete \"entering Monitor's block\""):
         run_ranks(_only_on_rank_0, 2, fresh=True)
+
+
+@distributed(world_size=2)
+def test_a_tracker_that_does_not_start_is_an_error_on_all_ranks(monkeypatch):
+    def refuse(**_):
+        raise ValueError("no API key")
+
+    wandb = types.ModuleType("wandb")
+    wandb.init = refuse
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    model = nn.Linear(2, 1)
+    model, optimizer, *_ = Booster(plugin=TorchDDPPlugin()).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    started = time.monotonic()
+    with pytest.raises(Exception, match="no API key"), Monitor(model, optimizer, wandb="runs", progress=False):
+        pass
+    assert time.monotonic() - started < 30  # other ranks wait for 120 seconds

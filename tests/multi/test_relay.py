@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import threading
+import time
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 from booster.checkpoint_io import GeneralCheckpointIO
 from booster.checkpoint_io.storage import Storage
 from booster.device import current_device
+from booster.errors import CheckpointError
 from booster.interface import ModelWrapper, TensorSlice
 
 pytestmark = pytest.mark.on_device
@@ -95,3 +98,29 @@ def test_files_of_several_hosts(tmp_path, world_size, use_async, is_cut, use_saf
 
 def _held(model, is_cut):
     return [(part.name, part.tensor) for part in model.tensor_slices()] if is_cut else model.state_dict().items()
+
+
+class _Full(Storage):
+    """A disk that is full on one rank."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self._is_full = dist.get_rank() == rank
+
+    def write_at(self, file, data, offset):
+        if self._is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().write_at(file, data, offset)
+
+
+@distributed(world_size=3)
+@pytest.mark.parametrize("full_rank", [0, 2])
+def test_a_write_that_fails_on_one_host_ends_the_save_on_all(tmp_path, full_rank):
+    """Ranks of the other host wait for what the rank with the full disk sends."""
+    io = GeneralCheckpointIO(storage=_Full(full_rank), host="a" if dist.get_rank() < 2 else "b")
+    model = _model(_Cut, 0)
+    started = time.monotonic()
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        io.save_model(model, tmp_path / "c", shard=True, size_per_shard=1)
+    assert time.monotonic() - started < 60
+    dist.barrier()

@@ -549,3 +549,16 @@ def _lose_an_operation_of_another_group():
 def test_what_fails_in_one_group_fails_once():
     """The operation that was only started is reported by the next wait, and does not spoil the other group for ever."""
     assert run_ranks(_lose_an_operation_of_another_group, 2, fresh=True) == [[1.0, 1.0]] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint16, torch.float8_e4m3fn, torch.bool])
+@distributed([2])
+def test_a_broadcast_by_messages_is_of_any_dtype(dtype):
+    use_shared_memory(False)
+    try:
+        whole = torch.arange(100_000).remainder(2).to(dtype)
+        tensor = whole.clone() if dist.get_rank() == 0 else torch.zeros_like(whole)
+        broadcast([tensor])
+        assert torch.equal(tensor.view(torch.uint8), whole.view(torch.uint8))
+    finally:
+        use_shared_memory(None)
