@@ -181,7 +181,7 @@ class Shards:
         if foreign:
             raise ConfigError(
                 f"sum_over_ranks() got a value for {foreign[0]!r}, which is not a sharded parameter: pass values by"
-                " Shard.name, without parameters for which Shards.of() returns None"
+                " Shard.name, without parameters for which shard_of() returns None"
             )
         for name, size in zip(self.names, sizes, strict=True):
             if name in values and values[name].numel() != size:

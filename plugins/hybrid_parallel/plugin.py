@@ -254,7 +254,7 @@ class HybridParallelPlugin(ShardedPlugin):
         Args:
             config: Axis sizes as integers or dicts with a `size`, such as
                 dict(pipeline=dict(size=2, num_microbatches=4), tensor=dict(size=2, mode="1d")). The `pipeline` dict
-                may contain the plugin's other pipeline config.
+                may contain the plugin's other arguments of pipelines.
             **arguments: Further arguments of the plugin.
 
         Raises:

@@ -349,7 +349,7 @@ class ZeroOptimizer(ShardedOptimizer):
         return self._expert_groups if is_expert else self._groups
 
     def local_gradients(self) -> dict[str, torch.Tensor]:
-        """Return this rank's unreduced, unscaled gradients by name, in the parameters' shapes."""
+        """Return this rank's unreduced, scaled gradients by name, in the parameters' shapes."""
         found = {one.name: one.local for one in self._reducer.param_grads}
         return {name: gradient for name, gradient in found.items() if gradient is not None}
 

@@ -57,8 +57,8 @@ class TorchFSDPPlugin(DistributedPlugin):
         cpu_offload: If True, or torch's `CPUOffload` or `CPUOffloadPolicy`, shards, gradients and states are kept in
             host memory. No effect on the CPU.
         auto_wrap_policy: Policy of `torch.distributed.fsdp.wrap` that selects the modules to wrap, besides the root;
-            optional, defaults to the blocks that a transformers model names, else the elements of the largest
-            `nn.ModuleList`s.
+            optional, defaults to the blocks that a transformers model names, else the elements of the outermost
+            lists of modules of one class; and embeddings that do not train.
         mixed_precision: torch's `MixedPrecisionPolicy` (or `MixedPrecision`): shards keep their dtype, weights are
             gathered and computed with in `param_dtype`; float16 includes loss scaling. Gradients travel in
             `reduce_dtype`, by default `param_dtype`: the CPU sums fp16 and bf16 in fp32, NCCL in the dtype that

@@ -184,11 +184,11 @@ class SequenceAxisSplitter:
         return self.sp_group.rng
 
     def scatter(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return this rank's tokens; see `regions.scatter_tokens`."""
+        """Return this rank's tokens; see `scatter_tokens`."""
         return scatter_tokens(x, self.sp_group, dim)
 
     def gather(self, x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-        """Gather the full sequence; see `regions.gather_tokens`."""
+        """Gather the full sequence; see `gather_tokens`."""
         return gather_tokens(x, self.sp_group, dim, length)
 
     def token_dim(self, name: str, tensor: torch.Tensor, length: int) -> int | None:
@@ -196,7 +196,7 @@ class SequenceAxisSplitter:
         return token_dim(name, tensor, length)
 
     def replicate(self, x: torch.Tensor) -> torch.Tensor:
-        """Return an unsharded tensor; see `regions.copy_replicated`."""
+        """Return an unsharded tensor; see `copy_replicated`."""
         return copy_replicated(x, self.sp_group)
 
     def begin_layer(self, length: int | None) -> None:

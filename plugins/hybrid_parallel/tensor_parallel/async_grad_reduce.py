@@ -5,13 +5,13 @@ The gradient of a layer's input is all-reduced, the gradient of its weight is lo
 first, its all-reduce is started, and the weight gradient is computed meanwhile. Autograd runs ready nodes in the
 reverse order of their creation. For an input that several layers share, nodes are created in the order
 
-    Wait(x), Deferred(weight of q), Deferred(weight of k), Deferred(weight of v), Communicate(x)
+    Wait(x), ComputeWGrad(q), ComputeWGrad(k), ComputeWGrad(v), StartAllReduce(x)
 
 followed by those of the matmuls. Backward first runs the matmuls, which compute input gradients only and leave the
-operands of weight gradients to the Deferred nodes. Then Communicate starts the all-reduce, the Deferred nodes compute
-weight gradients, and Wait waits. Any other order gives the same result. If their queue is deferring, the Deferred
-nodes put their operands into it. With create_graph=True everything is computed immediately by differentiable
-operations.
+operands of weight gradients to the ComputeWGrad nodes. Then StartAllReduce starts the all-reduce, the ComputeWGrad
+nodes compute weight gradients, and Wait waits. Any other order gives the same result. If their queue is deferring, the
+ComputeWGrad nodes put their operands into it. With create_graph=True everything is computed immediately by
+differentiable operations.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class AsyncGradInput:
 
 @dataclass(slots=True)
 class PendingAllReduce:
-    """All-reduce in flight between a Communicate and a Wait node.
+    """All-reduce in flight between a StartAllReduce and a Wait node.
 
     Attributes:
         wait: Function that waits for it, or None if none is in flight.

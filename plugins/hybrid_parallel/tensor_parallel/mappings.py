@@ -96,7 +96,7 @@ def all_gather_sequence(
         tp_group: The tensor-parallel group.
         dim: Dimension of the tokens. It may contain this rank's tokens of several sequences; the result is then
             concatenated rank by rank, as `reduce_scatter_sequence` expects.
-        length: Tokens of the full sequence; optional, defaults to `tp_group.local_sequence_length`.
+        length: Tokens of the full sequence; optional, defaults to `tp_group.sequence_length`.
 
     Collective: in forward and backward.
     """
@@ -136,7 +136,7 @@ def gather_from_sequence_region(
         x: Tokens of this rank.
         tp_group: The tensor-parallel group.
         dim: Dimension of the tokens.
-        length: Tokens of the full sequence; optional, defaults to `tp_group.local_sequence_length`.
+        length: Tokens of the full sequence; optional, defaults to `tp_group.sequence_length`.
 
     Collective: yes.
     """

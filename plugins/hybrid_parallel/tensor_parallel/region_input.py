@@ -120,7 +120,7 @@ class _GatherGeometry:
         )
 
     def all_gather_matmul(self, x: torch.Tensor, modules: Sequence[nn.Module]) -> torch.Tensor:
-        """Return the tokens of all ranks, and store the layers' outputs in the group's `products`."""
+        """Return the tokens of all ranks, and store the layers' outputs in the group's `precomputed`."""
         pending = PendingAllReduce()
         x = wait_in_backward(x, pending)
         layers = [_LinearOperands.of(module) for module in modules]
