@@ -333,8 +333,8 @@ class ModelLoad:
         own = ranks.run_on_all_ranks(lambda: match_names(specs, slices, tied, names, optional | excluded), action)
         matched = replace(  # a rank may hold none of a tensor, and names it nevertheless
             own,
-            missing=sorted(loader.names_of_all_ranks(own.missing)),
-            differing=sorted(loader.names_of_all_ranks(own.differing)),
+            missing=own.missing + sorted(loader.names_of_all_ranks(own.missing) - {*own.missing}),
+            differing=own.differing + sorted(loader.names_of_all_ranks(own.differing) - {*own.differing}),
         )
         ranks.run_on_all_ranks(lambda: matched.check(stored, converted, source_name, strict=self.strict), action)
         if not self.strict and ranks.rank == 0 and matched.format_mismatches():
