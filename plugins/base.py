@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar, get_type_hints
 
@@ -45,6 +46,17 @@ def arguments_of(cls: type[Arguments], given: Mapping[str, Any]) -> Arguments:
     names = [field.name for field in fields(cls)]  # type: ignore[arg-type]  # a dataclass
     nested = {} if given.keys() >= set(names) else get_type_hints(cls)
     return cls(**{name: given[name] if name in given else arguments_of(nested[name], given) for name in names})
+
+
+@contextmanager
+def taking_hooks(parameter: nn.Parameter) -> Iterator[None]:
+    """Let a floating-point parameter take gradient hooks in the block, also a frozen one, for when it trains."""
+    trains = parameter.requires_grad
+    parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        parameter.requires_grad_(trains)
 
 
 class PluginConfig(ABC):

@@ -207,8 +207,8 @@ class OptimizerState:
         """
         optimizer = self.optimizer.optim
         others = [repr(key) for key in optimizer.state if not isinstance(key, torch.Tensor)]
-        is_own = type(optimizer).state_dict is Optimizer.state_dict or self._allocator is not None
-        if not is_own or optimizer._optimizer_state_dict_post_hooks:
+        is_plain = type(optimizer).state_dict is Optimizer.state_dict or self._allocator is not None
+        if not is_plain or optimizer._optimizer_state_dict_post_hooks:
             others += [repr(key) for key in optimizer.state_dict() if key not in ("state", "param_groups")]
         if others:
             raise CheckpointError(

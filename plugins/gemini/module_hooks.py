@@ -18,8 +18,8 @@ from torch.utils.hooks import RemovableHandle
 
 from booster.comm.fake import unseen_by_modes
 from booster.core.compiling import LAYER_OF_COMPILED, EagerHook, not_compiled
-from booster.errors import ConfigError
 from booster.plugins.sharding.deferred_init import sharded_copy_error
+from booster.plugins.sharding.optimizer import written_weights_error
 from booster.pytree import iter_tensors
 
 from .chunk import Chunk, ChunkParam
@@ -359,7 +359,7 @@ class ModuleHooks:
         """Handle the end of a module, also after an exception.
 
         Raises:
-            ConfigError: The module modified its own weights.
+            ConfigError: The module wrote to weights.
         """
         with unseen_by_modes():
             written: list[str] = []
@@ -376,13 +376,7 @@ class ModuleHooks:
                     break
             has_failed = sys.exc_info()[1] not in (None, running.error)
             if written and not has_failed:
-                names = ", ".join(map(repr, written))
-                raise ConfigError(
-                    f"the forward of {type(module).__name__} wrote to its weights ({names}), as nn.Embedding does with"
-                    " max_norm: what was gathered for it is thrown away, and the change with it. Leave that out, change"
-                    " weights between steps inside of `with model.gathered():`, or use a plugin that keeps weights"
-                    " whole"
-                )
+                raise written_weights_error(type(module).__name__, written)
             if self._running or self._is_in_backward:
                 return
             if has_failed:

@@ -16,6 +16,7 @@ from booster.comm import all_reduce_sum, sum_dtype
 from booster.core.layer_stacks import stack_layer_of
 from booster.errors import ConfigError
 from booster.interface import ShardSpec
+from booster.plugins.base import taking_hooks
 
 from .sequence_parallel.layer_stack import attach_stack
 from .sequence_parallel.recorded_outputs import gather_returned_outputs
@@ -127,9 +128,8 @@ def all_reduce_shared_grad(
 def _register_hook(parameter: nn.Parameter, hook: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Register a gradient hook on a parameter, also on a frozen one, which may train later."""
     if parameter.is_floating_point() or parameter.is_complex():
-        trains = parameter.requires_grad
-        parameter.requires_grad_(True).register_hook(hook)
-        parameter.requires_grad_(trains)
+        with taking_hooks(parameter):
+            parameter.register_hook(hook)
 
 
 def _all_reduced(group: dist.ProcessGroup | None, gradient: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from booster.comm import (
     start_reduce_scatter,
 )
 from booster.errors import ConfigError
+from booster.plugins.base import taking_hooks
 from booster.plugins.sharding.config import ShardGroups, ZeroConfig
 
 from .flat_params import FlatGroup
@@ -99,11 +100,8 @@ class GradientReducer:
         reducer = weakref.ref(self)
         for index, param_grad in enumerate(self.param_grads):
             hook = partial(_on_grad_accumulated, reducer, index)
-            parameter = param_grad.parameter
-            trains = parameter.requires_grad
-            parameter.requires_grad_(True)  # a frozen one has no hooks, and may train again later
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
-            parameter.requires_grad_(trains)
+            with taking_hooks(param_grad.parameter):
+                self._hooks.append(param_grad.parameter.register_post_accumulate_grad_hook(hook))
 
     def close(self) -> None:
         """Remove the hooks from the parameters."""

@@ -34,7 +34,7 @@ from booster.core.accumulation import nonfinite_mark
 from booster.core.shard_aware import follow_weights, full_step
 from booster.core.shard_spec import is_sharded
 from booster.device import current_device
-from booster.errors import CheckpointError, ConfigError
+from booster.errors import CheckpointError, ConfigError, format_list
 from booster.fault_tolerance.progress import in_phase
 from booster.interface import (
     AccumulatedGradients,
@@ -678,6 +678,20 @@ class ShardedOptimizer(OptimizerWrapper):
 
     def pending_gradients(self) -> ShardedPendingGradients:
         return ShardedPendingGradients(self)
+
+
+def written_weights_error(where: str, names: Iterable[str]) -> ConfigError:
+    """Return the error of a forward that writes to gathered weights.
+
+    Args:
+        where: Module whose forward it is.
+        names: Names of the parameters in the model.
+    """
+    return ConfigError(
+        f"the forward of {where} wrote to its weights ({format_list(map(repr, names), 3)}), as nn.Embedding does with"
+        " max_norm: what was gathered for it is thrown away, and the change with it. Leave that out, change weights"
+        " between steps inside of `with model.gathered():`, or use a plugin that keeps weights whole"
+    )
 
 
 def replaced_memory_error(name: str) -> ConfigError:

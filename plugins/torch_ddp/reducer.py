@@ -27,6 +27,7 @@ from booster.comm import (
 from booster.errors import ConfigError
 from booster.fault_tolerance.collective_errors import translate_errors
 from booster.fault_tolerance.failure_diagnosis import CollectiveId
+from booster.plugins.base import taking_hooks
 from booster.plugins.sharding.buffer_pool import broadcast_coalesced
 
 from .config import DDPConfig
@@ -600,12 +601,10 @@ def _keep_local(_: object, bucket: GradBucket) -> torch.futures.Future[Any]:
 
 def _hook(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> RemovableHandle | None:
     """Register a hook that persists while the parameter is frozen; torch accepts one for trainable parameters only."""
-    is_trained = parameter.requires_grad
-    if not (is_trained or parameter.is_floating_point() or parameter.is_complex()):
+    if not (parameter.is_floating_point() or parameter.is_complex()):
         return None
-    parameter.requires_grad_(True)
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
-    parameter.requires_grad_(is_trained)
+    with taking_hooks(parameter):
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
     return handle
 
 

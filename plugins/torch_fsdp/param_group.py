@@ -18,9 +18,10 @@ from torch.utils.hooks import RemovableHandle
 from booster.comm import AllGather as Gathering
 from booster.comm import ReduceScatter, group_rank, group_size, start_all_gather, start_reduce_scatter
 from booster.core.compiling import EagerHook
-from booster.errors import ConfigError, DesyncError, format_list
+from booster.errors import DesyncError
 from booster.plugins.sharding.buffer_pool import BufferPool
 from booster.plugins.sharding.collective_order import CollectiveKind, CollectiveOrder, CollectiveRequest
+from booster.plugins.sharding.optimizer import written_weights_error
 from booster.pytree import map_tensors
 
 from .fsdp2_internals import AllGather, FSDP2ParamGroup, ShardedParam, hooked_tensors
@@ -301,13 +302,9 @@ class ParamGroup:
         before, after = self._shown_versions, self._versions()
         if before != after:
             pairs = zip(self.params, before, after, strict=True)
-            written = [repr(param.name) for param, old, new in pairs if old is not None and old != new]
+            written = [param.name for param, old, new in pairs if old is not None and old != new]
             if written:
-                raise ConfigError(
-                    f"the forward of {self.name or 'the model'} wrote to its weights ({format_list(written, 3)}): what"
-                    " was gathered for it is thrown away, and the change with it. Change weights between steps inside"
-                    " of `with model.gathered():`, or use a plugin that keeps weights whole"
-                )
+                raise written_weights_error(self.name or "the model", written)
 
     def _versions(self) -> list[tuple[int, int] | None]:
         """Return what changes where a forward writes to its weights, by parameter; None before the first all-gather."""

@@ -548,11 +548,6 @@ def _check_model(model: nn.Module, ignored_modules: Sequence[nn.Module]) -> None
                 f"{name!r} makes sparse gradients (sparse=True), which FSDP does not reduce: build it without"
                 " sparse=True, or use TorchDDPPlugin"
             )
-        if getattr(module, "max_norm", None) is not None and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            raise ConfigError(
-                f"{name!r} writes to its weights in forward (max_norm={module.max_norm}), which FSDP throws away with"
-                " what it has gathered: leave max_norm out, or use a plugin that keeps weights whole"
-            )
 
 
 def _named(model: nn.Module, names: Collection[str]) -> list[nn.Parameter]:

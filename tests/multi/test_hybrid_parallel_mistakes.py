@@ -245,3 +245,34 @@ def test_pipelines_of_one_stage():
     assert outcome["loss"] > 0
     assert outcome["outputs"].shape == (2, 3)
     optimizer.step()
+
+
+class Embedded(nn.Module):
+    """An embedding before a column-parallel and a row-parallel layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.embed = nn.Linear(8, 16), nn.Linear(16, 8), nn.Embedding(10, 8)
+
+    def forward(self, tokens):
+        return self.down(torch.tanh(self.up(self.embed(tokens))))
+
+
+@distributed(world_size=2)
+def test_a_vocabulary_parallel_embedding_refuses_foreign_tokens():
+    plan = {"embed": "vocab", "up": "colwise", "down": "rowwise"}
+    booster, model, _ = boosted(Embedded(), plan=plan)
+    model(torch.tensor([[0, 9]], device=booster.device))
+    if booster.device.type == "cpu":
+        for token in (-1, 10):
+            with pytest.raises(IndexError, match=f"index {token} is out of range of 10 embeddings"):
+                model(torch.tensor([[0, token]]))
+
+
+@distributed(world_size=2)
+def test_the_configuration_s_data_counts_sequence_ranks():
+    further = {"sp_size": 2, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all"}
+    HybridParallelPlugin.from_config({"data": 1}, **further)
+    with pytest.raises(ConfigError, match="sp_size=2 is 4 ranks, but the world size is 2"):
+        HybridParallelPlugin.from_config({"data": 2}, **further)

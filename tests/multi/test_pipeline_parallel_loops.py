@@ -15,10 +15,11 @@ from pipeline_twins import StagedTwins
 from torch import nn
 from zoo import TRANSFORMERS_MODULES
 
+from booster import Booster
 from booster.comm import observe_communication
 from booster.device import current_device
 from booster.errors import ConfigError
-from booster.plugins import TorchDDPPlugin
+from booster.plugins import HybridParallelPlugin, TorchDDPPlugin
 from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import schedule_from_name
 from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.simulation import simulate
 from booster.pytree import map_tensors
@@ -446,3 +447,46 @@ def test_what_a_stage_holds_is_its_own():
     assert own == expected
     states = {one.name.rpartition(".")[0] for one in twins.optimizer.checkpoint_state().slices()}
     assert states == expected
+
+
+@distributed(world_size=2)
+def test_a_pipeline_runs_on_after_its_data_ended_and_a_stage_was_frozen():
+    plugin = HybridParallelPlugin(pp_size=2, num_microbatches=2, precision="fp32", execution_sequence=["0", "1"])
+    booster = Booster(plugin=plugin)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def run(batches):
+        return booster.execute_pipeline(
+            iter(batches), model, lambda outputs, _: outputs.square().mean(), optimizer, return_loss=True
+        )
+
+    batch = torch.ones(4, 8, device=booster.device)
+    first = run([batch])["loss"]
+    optimizer.step()
+    optimizer.zero_grad()
+    for parameter in model.parameters():
+        if dist.get_rank() == 0:
+            parameter.requires_grad_(False)
+    with pytest.raises(StopIteration):
+        run([])
+    assert run([batch])["loss"] < first
+
+
+@distributed(world_size=2)
+def test_a_pipeline_stage_may_have_no_parameters():
+    plugin = HybridParallelPlugin(pp_size=2, num_microbatches=2, precision="fp32", execution_sequence=["0", "1"])
+    booster = Booster(plugin=plugin)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    losses = []
+    for _ in range(2):
+        batch = torch.ones(4, 8, device=booster.device)
+        losses.append(
+            booster.execute_pipeline(
+                iter([batch]), model, lambda outputs, _: outputs.square().mean(), optimizer, return_loss=True
+            )["loss"]
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[1] < losses[0]

@@ -223,7 +223,9 @@ def test_communication_hooks_have_the_bits_of_torch(name):
             "buffer": (None, sent_as_bfloat16),
         }[name]
         one.register_comm_hook(state, hook)
-    for step in range(4):
+    # From step 2 on, PowerSGD waits for collectives in callbacks of others, which torch's DDP does not end on the
+    # simulated device either.
+    for step in range(2 if name == "power" and current_device().type != "cpu" else 4):
         inputs = part(drawn(step, 8, 40))
         booster.backward(model(inputs).square().mean(), optimizer)
         theirs(inputs).square().mean().backward()
@@ -236,8 +238,6 @@ def test_communication_hooks_have_the_bits_of_torch(name):
         for one in (optimizer, raw):
             one.step()
             one.zero_grad()
-        if name == "power":
-            break
     with pytest.raises(ConfigError, match="called twice"):
         model.register_comm_hook(None, default_hooks.allreduce_hook)
 
