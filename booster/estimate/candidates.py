@@ -5,9 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -138,46 +137,6 @@ def find_candidates(
     return [one for number, one in enumerate(found) if one not in found[:number]]
 
 
-def compare(
-    recipe: TrainingRecipe,
-    candidates: Sequence[Candidate],
-    num_ranks: int,
-    *,
-    device_memory: int | None = None,
-    checkpoint: bool = False,
-    profile: MachineProfile | None = None,
-    plans_activations: bool = False,
-    on_start: Callable[[str], None] = lambda name: None,
-) -> list[CandidateResult]:
-    """Estimate each candidate.
-
-    Args:
-        recipe: Model, optimizer and batch.
-        candidates: Plugins and settings.
-        num_ranks: World size of the fake process group.
-        device_memory: Available memory per rank in bytes.
-        checkpoint: If True, simulate saves too.
-        profile: Speed of the machine, for step times; optional.
-        plans_activations: If True, each candidate recomputes as little as fits the device memory, which must be given.
-        on_start: Callback for progress, called with the name of each candidate before its estimate.
-    """
-    results: list[CandidateResult] = []
-    for candidate in candidates:
-        on_start(candidate.name)
-        results.append(
-            estimate_candidate(
-                recipe,
-                candidate,
-                num_ranks,
-                device_memory=device_memory,
-                checkpoint=checkpoint,
-                profile=profile,
-                plans_activations=plans_activations,
-            )
-        )
-    return results
-
-
 def fastest(results: Sequence[CandidateResult]) -> CandidateResult | None:
     """Return the fastest candidate per batch that fits, or for which no device memory was given; None without times."""
     timed = [
@@ -254,41 +213,40 @@ def estimate_candidate(
     profile: MachineProfile | None = None,
     plans_activations: bool = False,
 ) -> CandidateResult:
-    """Estimate one candidate; an error becomes the result's reason. The arguments are those of `compare`."""
+    """Estimate one candidate; an error becomes the result's reason.
+
+    Args:
+        recipe: Model, optimizer and batch.
+        candidate: Plugin and settings.
+        num_ranks: World size of the fake process group.
+        device_memory: Available memory per rank in bytes.
+        checkpoint: If True, simulate saves too.
+        profile: Speed of the machine, for step times; optional.
+        plans_activations: If True, the candidate recomputes as little as fits the device memory, which must be given.
+    """
     started = time.monotonic()
     given: dict[str, Any] = {
+        "plugin": None if candidate.plugin == ONE_DEVICE else candidate.plugin,
         "num_ranks": num_ranks,
         "settings": candidate.settings,
         "mixed_precision": candidate.mixed_precision,
         "device_memory": device_memory,
         "profile": profile,
     }
-    plugin = None if candidate.plugin == ONE_DEVICE else candidate.plugin
-    if plans_activations:
-        estimate = partial(plan_activations, recipe, plugin, **given)
-    else:
-        estimate = partial(_without_plan, recipe, plugin, checkpoint=checkpoint, **given)
-    result = _estimate_candidate(candidate, num_ranks, estimate)
-    return replace(result, seconds=time.monotonic() - started)
-
-
-_Plan = tuple[ActivationSchedule | None, MemoryEstimate]
-
-
-def _without_plan(*args: Any, **kwargs: Any) -> _Plan:
-    return None, estimate_recipe(*args, **kwargs)
-
-
-def _estimate_candidate(candidate: Candidate, num_ranks: int, estimate: Callable[[], _Plan]) -> CandidateResult:
+    result = CandidateResult(candidate=candidate)
     try:
         with fake_world(num_ranks):
             dp_size = make_plugin(candidate).dp_size
-        schedule, found = estimate()
+        if plans_activations:
+            schedule, estimate = plan_activations(recipe, **given)
+        else:
+            schedule, estimate = None, estimate_recipe(recipe, checkpoint=checkpoint, **given)
+        result = replace(result, estimate=estimate, dp_size=dp_size, schedule=schedule)
     except BoosterError as error:
-        return CandidateResult(candidate=candidate, reason=str(error))
+        result = replace(result, reason=str(error))
     except Exception as error:  # a bug in one plugin must not hide other estimates: it is reported, with exit code 1
-        return CandidateResult(candidate=candidate, reason=f"{type(error).__name__}: {error}", is_internal_error=True)
-    return CandidateResult(candidate=candidate, estimate=found, dp_size=dp_size, schedule=schedule)
+        result = replace(result, reason=f"{type(error).__name__}: {error}", is_internal_error=True)
+    return replace(result, seconds=time.monotonic() - started)
 
 
 def make_plugin(candidate: Candidate) -> Plugin:

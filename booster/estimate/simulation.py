@@ -121,40 +121,15 @@ class SimulatedMemory:
     """Memory and traffic of the last simulated step.
 
     Attributes:
+        memory: Memory of the rank.
         segments: Peaks of the segments of forward and backward, by name; see Note [Layer extrapolation].
-        step: Peak of the optimizer's step.
-        steady_state: Memory after the step.
-        sent: Bytes that the rank sent.
-        communicators: Process groups of several ranks for device tensors.
-        offloaded: Bytes in another tier.
-        checkpoint: Memory of saves; None if there were none.
-        time: Predicted time of the step; None without a machine profile.
         forward_work: Work of each layer's forward, by name, if segments are those of each layer: seconds, or
             floating-point operations without a machine profile.
     """
 
+    memory: RankMemory
     segments: Mapping[str, MemoryParts]
-    step: MemoryParts
-    steady_state: MemoryParts
-    sent: int
-    communicators: int
-    offloaded: int
-    checkpoint: CheckpointMemory | None = None
-    time: StepTime | None = None
     forward_work: Mapping[str, float] = field(default_factory=dict)
-
-    def summary(self) -> RankMemory:
-        """Return the peak of all segments with the rest."""
-        return RankMemory(
-            backward=max(self.segments.values(), key=lambda parts: parts.total),
-            step=self.step,
-            steady_state=self.steady_state,
-            sent=self.sent,
-            communicators=self.communicators,
-            offloaded=self.offloaded,
-            checkpoint=self.checkpoint,
-            time=self.time,
-        )
 
 
 def simulate(
@@ -214,8 +189,8 @@ def simulate(
             step = tracker.take_peak()
         time = None if clock is None else clock.result(model, tracker.offloaded)
         tracker.categorize_all(_steady_categories(model, optimizer), "buffers")
-        return SimulatedMemory(
-            segments=segments.peaks,
+        memory = RankMemory(
+            backward=max(segments.peaks.values(), key=lambda parts: parts.total),
             step=step,
             steady_state=MemoryParts(**tracker.counts),
             sent=sum(count.sent.values()) + sum(count_of_step.sent.values()),
@@ -223,8 +198,8 @@ def simulate(
             offloaded=tracker.offloaded,
             checkpoint=None if at_end is None else at_end(booster, model, optimizer, tracker),
             time=time,
-            forward_work=segments.work if by_layer else {},
         )
+        return SimulatedMemory(memory=memory, segments=segments.peaks, forward_work=segments.work if by_layer else {})
 
 
 @contextmanager

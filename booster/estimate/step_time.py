@@ -6,7 +6,7 @@ import statistics
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -51,11 +51,6 @@ class StepTime:
     def total(self) -> float:
         """Time of the whole step."""
         return self.model + self.step
-
-    def extrapolated(self, more: StepTime, share: float) -> StepTime:
-        """Return the time at `share` of the way to that of a deeper model, or beyond it."""
-        values = {one.name: (getattr(self, one.name), getattr(more, one.name)) for one in fields(self)}
-        return StepTime(**{name: max(0.0, low + (high - low) * share) for name, (low, high) in values.items()})
 
 
 @dataclass(slots=True)
