@@ -35,7 +35,6 @@ from booster.estimate.step_time import StepTime
 from booster.pytree import iter_tensors
 
 from .plan import ParallelPlan
-from .solved_settings import solve_settings
 
 Objective: TypeAlias = Literal["time", "memory"]
 OBJECTIVES: tuple[Objective, ...] = ("time", "memory")
@@ -154,7 +153,7 @@ def search(
     """
     reasons = [refusals(candidate) for candidate in candidates]
     usable = [one for one, reason in zip(candidates, reasons, strict=True) if not reason]
-    usable, unsolved = solve_settings(recipe, usable, profile)
+    usable, unsolved = _solve_plans(recipe, usable, profile)
     estimate = partial(
         estimate_candidate,
         recipe,
@@ -180,6 +179,41 @@ def search(
         device_memory=device_memory,
         machine="" if profile is None else profile.machine,
     )
+
+
+def _solve_plans(
+    recipe: TrainingRecipe, candidates: Sequence[Candidate], profile: MachineProfile | None
+) -> tuple[list[Candidate], list[CandidateResult]]:
+    """Return the candidates with solved placements in place of `plan="solve"`, and why others have none. Collective."""
+    solved: list[Candidate] = []
+    refused: list[CandidateResult] = []
+    for candidate in candidates:
+        try:
+            has_plan = candidate.settings.get("plan") != "solve"
+            solved.append(candidate if has_plan else _solve_plan(recipe, candidate, profile))
+        except BoosterError as error:
+            refused.append(CandidateResult(candidate=candidate, reason=str(error)))
+    return solved, refused
+
+
+def _solve_plan(recipe: TrainingRecipe, candidate: Candidate, profile: MachineProfile | None) -> Candidate:
+    from .placements import solve_placements  # needs scipy, and imports DTensor's rules
+
+    tp_size = candidate.settings.get("tp_size", 1)
+    if profile is None:
+        raise ConfigError("plan='solve' needs the speed of the machine: measure it, or give --profile or --device")
+    if not isinstance(tp_size, int) or tp_size < 2:
+        raise ConfigError(f"plan='solve' divides layers between tp_size={tp_size!r} ranks: give tp_size=2 or more")
+    solution = solve_placements(
+        recipe.model,
+        recipe.batch,
+        tp_size,
+        profile=profile,
+        criterion=recipe.criterion,
+        optimizer=recipe.optimizer,
+        verify=False,  # the plugin does, when the candidate is estimated
+    )
+    return replace(candidate, settings={**candidate.settings, "plan": dict(solution.plan)})
 
 
 def refuse_pipelines(candidate: Candidate, num_ranks: int) -> str:

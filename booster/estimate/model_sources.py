@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -27,22 +27,27 @@ from .estimate import default_criterion
 _Config = dict[str, Any]
 
 
-def _decoder(
-    kind: tuple[str, str], width: int, inner: int, layers: int, heads: int, vocabulary: int, **others: Any
-) -> _Config:
+def _config(kind: tuple[str, str], width: int, layers: int, heads: int, **others: Any) -> _Config:
     return {
         "model_type": kind[0],
         "architectures": [kind[1]],
         "hidden_size": width,
-        "intermediate_size": inner,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": False,
         **others,
     }
+
+
+def _decoder(
+    kind: tuple[str, str], width: int, inner: int, layers: int, heads: int, vocabulary: int, **others: Any
+) -> _Config:
+    sizes = {"intermediate_size": inner, "num_key_value_heads": heads, "vocab_size": vocabulary}
+    defaults = {"max_position_embeddings": 4096, "tie_word_embeddings": False}
+    return _config(kind, width, layers, heads, **(sizes | defaults | others))
+
+
+def _encoder(kind: tuple[str, str], width: int, layers: int, heads: int, **others: Any) -> _Config:
+    return _config(kind, width, layers, heads, intermediate_size=4 * width, **others)
 
 
 def _gpt2(width: int, layers: int, heads: int, positions: int = 1024) -> _Config:
@@ -51,28 +56,8 @@ def _gpt2(width: int, layers: int, heads: int, positions: int = 1024) -> _Config
 
 
 def _opt(width: int, layers: int, heads: int, **others: Any) -> _Config:
-    return {
-        "model_type": "opt",
-        "architectures": ["OPTForCausalLM"],
-        "hidden_size": width,
-        "word_embed_proj_dim": width,
-        "ffn_dim": 4 * width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        **others,
-    }
-
-
-def _encoder(kind: tuple[str, str], width: int, layers: int, heads: int, **others: Any) -> _Config:
-    return {
-        "model_type": kind[0],
-        "architectures": [kind[1]],
-        "hidden_size": width,
-        "intermediate_size": 4 * width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        **others,
-    }
+    sizes = {"word_embed_proj_dim": width, "ffn_dim": 4 * width}
+    return _config(("opt", "OPTForCausalLM"), width, layers, heads, **(sizes | others))
 
 
 def _t5(width: int, inner: int, layers: int, heads: int, head_width: int = 64) -> _Config:
@@ -439,17 +424,11 @@ def _from_config(
         model = _make_model(transformers, name, config, architecture)
     example = example_batch(model, batch=1 if batch is None else batch, sequence=sequence)
     title = name if name in PRESETS else f"{type(model).__name__} of {name}"
+    source = ModelSource(name=title, model=model, batch=example.inputs, batch_text=example.text)
     if example.has_labels:
-        return ModelSource(name=title, model=model, batch=example.inputs, batch_text=example.text)
+        return source
     note = f"{type(model).__name__} returns no loss: the mean of its first output is used instead"
-    return ModelSource(
-        name=title,
-        model=model,
-        batch=example.inputs,
-        batch_text=example.text,
-        criterion=mean_of_first_output,
-        notes=[note],
-    )
+    return replace(source, criterion=mean_of_first_output, notes=[note])
 
 
 def _make_model(transformers: Any, name: str, config: Any, architecture: str | None) -> nn.Module:

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from booster.pytree import iter_tensors
@@ -84,6 +85,24 @@ def operator_cost(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], r
         tables = max((_touched_bytes(one) for one in given), default=0)
         num_bytes = max(num_bytes - tables, 2.0 * sum(map(_touched_bytes, written)))
     return OperatorCost(_byte_kind(func), dtype, 0.0, num_bytes)
+
+
+class CostRecorder(TorchDispatchMode):
+    """Dispatch mode that records the costs of operators, and the number of calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.costs: list[OperatorCost] = []
+        self.num_calls = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        cost = None if func is torch.ops.prim.device.default else operator_cost(func, args, kwargs or {}, result)
+        self.num_calls += is_call(func)
+        self.costs += [] if cost is None else [cost]
+        return result
 
 
 @cache

@@ -74,17 +74,9 @@ class IntegerProgram:
         before = self._edges.get((source, target))
         self._edges[source, target] = matrix.copy() if before is None else before + matrix
 
-    def reduce(self, allowed: Mapping[int, Iterable[int]] | None = None) -> ReducedProgram | None:
-        """Return the smaller program with the same optimum, or None if no choices fit to each other.
-
-        Args:
-            allowed: Choices that nodes may take, by node; optional, defaults to all.
-        """
-        given = {node: frozenset(one) for node, one in (allowed or {}).items()}
-        kept = {
-            node: np.array([node not in given or index in given[node] for index in range(len(one))], dtype=bool)
-            for node, one in enumerate(self._nodes)
-        }
+    def reduce(self) -> ReducedProgram | None:
+        """Return the smaller program with the same optimum, or None if no choices fit to each other."""
+        kept = {node: np.ones(len(one), dtype=bool) for node, one in enumerate(self._nodes)}
         if not _remove_excluded(kept, self._edges):
             return None
         states = {
@@ -94,11 +86,6 @@ class IntegerProgram:
         edges = {(u, v): matrix[np.ix_(kept[u], kept[v])] for (u, v), matrix in self._edges.items()}
         _merge(states, edges)
         return ReducedProgram(len(self._nodes), states, edges)
-
-    def solve(self, *, memory_budget: float | None = None) -> Solution | None:
-        """Return the choices of the least cost, or None if there are none; see `ReducedProgram.solve`."""
-        reduced = self.reduce()
-        return None if reduced is None else reduced.solve(memory_budget=memory_budget)
 
 
 class ReducedProgram:
@@ -114,17 +101,6 @@ class ReducedProgram:
         self, num_nodes: int, states: Mapping[int, list[_State]], edges: Mapping[tuple[int, int], Matrix]
     ) -> None:
         self._num_nodes, self._states, self._edges = num_nodes, states, edges
-
-    @property
-    def num_choices(self) -> int:
-        """Number of choices of all merged nodes."""
-        return sum(map(len, self._states.values()))
-
-    def choices_left(self, node: int) -> frozenset[int]:
-        """Return the choices of a node that fit to some of its neighbors'."""
-        return frozenset(
-            choice for one in self._states.values() for state in one for index, choice in state.choices if index == node
-        )
 
     def solve(
         self, *, memory_budget: float | None = None, allowed: Mapping[int, Iterable[int]] | None = None

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +25,7 @@ from booster.estimate.machine_profile import MachineProfile
 from booster.estimate.operator_costs import operator_cost
 
 from .integer_program import IntegerProgram, Solution
-from .layer_graph import LayerGraph, Node, Operand, TensorShape, Value
+from .layer_graph import LayerGraph, Node, TensorShape, Value, with_operands
 from .layout_conversion import AxisSpeed
 from .sharding_rules import PARTIAL, REPLICATED, Strategy, TensorPlacement, sharded, sharding_rules
 from .styles import ModuleStyle, StyledModule, module_before, output_heads
@@ -53,10 +52,12 @@ class StepCosts:
 
     def operator(self, node: Node, strategy: Strategy) -> float:
         """Return the seconds of an operator on a rank."""
-        tensors = _local_tensors(node.input_shapes, strategy.inputs, self.num_ranks)
-        results = _local_tensors(node.outputs, strategy.outputs, self.num_ranks)
-        args, kwargs = _with_tensors((node.args, dict(node.kwargs)), tensors)
-        cost = operator_cost(node.func, args, kwargs, _with_tensors(node.result, results))
+        tensors, results = (
+            [_local(shape, one, self.num_ranks) for shape, one in zip(shapes, placements, strict=True)]
+            for shapes, placements in ((node.input_shapes, strategy.inputs), (node.outputs, strategy.outputs))
+        )
+        args, kwargs = with_operands((node.args, dict(node.kwargs)), tensors)
+        cost = operator_cost(node.func, args, kwargs, with_operands(node.result, results))
         seconds = 0.0 if cost is None else self.call(cost.seconds(self.profile))
         rows = math.prod(node.outputs[0].shape[:-1])
         return seconds + sum(self.all_reduce(4 * number * rows) for number in strategy.reductions)
@@ -403,12 +404,6 @@ def _kept_storages(graph: LayerGraph) -> Mapping[int, tuple[int, ...]]:
     return {index: tuple(outputs) for index, outputs in found.items()}
 
 
-def _local_tensors(
-    shapes: Sequence[TensorShape], placements: Sequence[TensorPlacement], num_ranks: int
-) -> list[torch.Tensor]:
-    return [_local(shape, one, num_ranks) for shape, one in zip(shapes, placements, strict=True)]
-
-
 def _local(shape: TensorShape, placement: TensorPlacement, num_ranks: int) -> torch.Tensor:
     """Return a tensor without values of the shape that a rank has, expanded where the tensor is."""
     sizes = placement.local_shape(shape.shape, num_ranks)
@@ -418,12 +413,3 @@ def _local(shape: TensorShape, placement: TensorPlacement, num_ranks: int) -> to
             strides[dim] = step
             step *= max(sizes[dim], 1)
     return torch.empty_strided(sizes, strides, dtype=shape.dtype, device="meta")
-
-
-def _with_tensors(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Return arguments with tensors in the place of operands."""
-    if isinstance(tree, Operand):
-        return tensors[tree.index]
-    if isinstance(tree, dict):
-        return {key: _with_tensors(one, tensors) for key, one in tree.items()}
-    return type(tree)(_with_tensors(one, tensors) for one in tree) if isinstance(tree, (list, tuple)) else tree

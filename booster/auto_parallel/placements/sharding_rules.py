@@ -34,7 +34,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from booster.errors import ConfigError
 
-from .layer_graph import Node, Operand, TensorShape
+from .layer_graph import Node, TensorShape, with_operands
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -160,7 +160,7 @@ class ShardingRules:
 
     def _propagate(self, node: Node, inputs: tuple[TensorPlacement, ...]) -> tuple[TensorPlacement, ...] | None:
         specs = [self._spec(shape, one) for shape, one in zip(node.input_shapes, inputs, strict=True)]
-        args, kwargs = _with_specs((node.args, dict(node.kwargs)), specs)
+        args, kwargs = with_operands((node.args, dict(node.kwargs)), specs)
         try:
             with torch.no_grad():
                 answer = self._propagator.propagate_op_sharding_non_cached(OpSchema(node.func, args, kwargs))
@@ -250,16 +250,6 @@ def _specs(tree: Any) -> Iterator[DTensorSpec]:
         yield from itertools.chain(*(_specs(one) for one in tree.values()))
     elif isinstance(tree, (list, tuple)):
         yield from itertools.chain(*(_specs(one) for one in tree))
-
-
-def _with_specs(tree: Any, specs: Sequence[DTensorSpec]) -> Any:
-    if isinstance(tree, Operand):
-        return specs[tree.index]
-    if isinstance(tree, dict):
-        return {key: _with_specs(one, specs) for key, one in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_with_specs(one, specs) for one in tree)
-    return tree
 
 
 def _repacked(
