@@ -1,4 +1,4 @@
-"""Checks of torch, the compiler, the kernels and the devices of this machine."""
+"""Checks of torch, the compiler, the kernels and the devices of this machine, and their report."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,64 @@ import psutil
 import torch
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # no __all__ there
 
-from booster.device import device_type, num_cores, num_devices
+from booster.device import default_backend, device_type, num_cores, num_devices
 from booster.errors import ConfigError
+from booster.kernels.build import KERNELS, BuildError, find_toolchain
+from booster.kernels.loader import kernel_mode, kernel_status
+from booster.launch.environments import available_backends
 from booster.version import __version__
 
-from .check_report import Finding, Section
+_NAME_WIDTH = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Result of one check.
+
+    Attributes:
+        name: Name of the checked item.
+        text: Result as text.
+        data: Result as JSON-serializable values.
+        problem: Problem and its remedy, or None if the project works with this.
+    """
+
+    name: str
+    text: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """Findings of one category."""
+
+    title: str
+    findings: Sequence[Finding]
+
+
+def problems_of(sections: Sequence[Section]) -> list[str]:
+    """Return the problems in the order of the checks."""
+    return [found.problem for section in sections for found in section.findings if found.problem is not None]
+
+
+def as_text(sections: Sequence[Section]) -> str:
+    """Return a line for each finding, followed by the overall result."""
+    lines = []
+    for section in sections:
+        lines.append(f"{section.title}:")
+        lines += [f"  {found.name:<{_NAME_WIDTH}} {found.text}" for found in section.findings]
+    problems = problems_of(sections)
+    lines.append(f"PROBLEMS: {'; '.join(problems)}" if problems else "OK: all checks passed")
+    return "\n".join(lines)
+
+
+def as_json(sections: Sequence[Section]) -> str:
+    """Return a JSON object with `ok`, `problems`, and an object of facts by name for every section."""
+    problems = problems_of(sections)
+    found: dict[str, Any] = {"ok": not problems, "problems": problems}
+    for section in sections:
+        found[section.title] = {one.name: {**one.data, "ok": one.problem is None} for one in section.findings}
+    return json.dumps(found, indent=2)
 
 
 def accelerators() -> list[Finding]:
@@ -138,12 +191,7 @@ _BACKENDS = ("gloo", "nccl", "mpi")
 
 def torch_backends() -> Section:
     """Return the communication backends of this torch, and the default one."""
-    import torch.distributed as dist
-
-    from booster.device import default_backend, device_type
-    from booster.launch.environments import available_backends
-
-    if not dist.is_available():
+    if not torch.distributed.is_available():
         problem_text = "this torch was built without torch.distributed (install one from pytorch.org)"
         return Section(title="torch", findings=[Finding(name="backends", text="MISSING", problem=problem_text)])
     present = available_backends()
@@ -169,8 +217,6 @@ def devices() -> Section:
 
 def compiler() -> Section:
     """Return the C++ compiler for kernels, or the reason why none is usable."""
-    from booster.kernels.build import BuildError, find_toolchain
-
     try:
         toolchain = find_toolchain()
     except BuildError as error:
@@ -191,10 +237,6 @@ def kernels() -> Section:
 
 
 def _kernels() -> Sequence[Finding]:
-    from booster.device import device_type
-    from booster.kernels.build import KERNELS
-    from booster.kernels.loader import kernel_mode, kernel_status
-
     is_required = kernel_mode() == "native"
     findings = []
     for kernel in kernel_status(device_type()):

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from .training_arguments import (
+from .arguments import (
     MODEL_FORMS,
+    add_command,
+    add_option,
     add_training_arguments,
-    check_activations,
-    check_positive,
+    check_training_arguments,
     parse_settings,
     title_of,
 )
@@ -46,21 +46,19 @@ examples:
 
 def add_parser(commands: Any) -> None:
     """Add the parser of `booster estimate` to argparse's subparsers."""
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser = add_command(
+        commands,
         "estimate",
+        estimate,
         help="estimate the memory of a model under each plugin",
         description="Estimate the memory for training a model on every rank, without allocating any of it.",
         epilog=_MORE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_training_arguments(parser)
     parser.add_argument(
         "--checkpoint", action="store_true", help="add what a save takes; takes two to five times as long"
     )
-    parser.add_argument(
-        "--no-step-time", "--no_step_time", action="store_true", help="predict no times and measure nothing"
-    )
-    parser.set_defaults(handle=estimate)
+    add_option(parser, "--no-step-time", action="store_true", help="predict no times and measure nothing")
 
 
 def estimate(arguments: argparse.Namespace) -> int:
@@ -82,8 +80,7 @@ def estimate(arguments: argparse.Namespace) -> int:
 
     from .estimate_jobs import EstimateJob, find_machine, load_recipe
 
-    check_positive(arguments)
-    check_activations(arguments)
+    check_training_arguments(arguments)
     job = EstimateJob.of(arguments)
     device_memory = job.device_memory
     settings = parse_settings(arguments.settings, "--settings")
@@ -93,11 +90,7 @@ def estimate(arguments: argparse.Namespace) -> int:
     profile, profile_note = left_out if arguments.no_step_time else find_machine(arguments)
     source.notes.append(profile_note)
     job = replace(job, profile=profile)
-    try:
-        results = job.run(recipe, candidates)
-    except KeyboardInterrupt:
-        print("booster estimate: interrupted by Ctrl-C", file=sys.stderr)
-        return 130
+    results = job.run(recipe, candidates)
     if arguments.json:
         print(json.dumps(_as_json(arguments, source, results, device_memory), indent=2))
     else:

@@ -15,8 +15,8 @@ from booster.estimate.machine_profile import MachineProfile, load_profile
 from booster.estimate.model_sources import ModelSource
 from booster.estimate.processes import in_processes
 
+from .arguments import find_optimizer, load_training_model
 from .profile_mesh import MeasurementError, profile_for
-from .training_arguments import find_optimizer, load_training_model
 
 _LARGE_NUMEL, _FEW = 2**32, 4  # a model and a number of candidates that are worth other processes from the start
 
@@ -29,15 +29,11 @@ class EstimateJob:
         arguments: Arguments of the command.
         device_memory: Available memory per rank in bytes; None if not given.
         profile: Speed of the machine, optional.
-        checkpoint: If True, simulate saves too.
-        plans_activations: If True, candidates recompute as little as fits the device memory.
     """
 
     arguments: argparse.Namespace
     device_memory: int | None
     profile: MachineProfile | None = None
-    checkpoint: bool = False
-    plans_activations: bool = False
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> EstimateJob:
@@ -48,19 +44,11 @@ class EstimateJob:
         """
         memory = arguments.device_memory
         return cls(
-            arguments=arguments,
-            device_memory=None if memory is None else bytes_from_text(memory, "--device-memory"),
-            checkpoint=getattr(arguments, "checkpoint", False),  # an option of `booster estimate`
-            plans_activations=arguments.checkpoint_activations == "auto",
+            arguments=arguments, device_memory=None if memory is None else bytes_from_text(memory, "--device-memory")
         )
 
     def run(self, recipe: TrainingRecipe, candidates: Sequence[Candidate]) -> list[CandidateResult]:
-        """Estimate candidates, on all cores if that takes long; report progress on stderr.
-
-        Args:
-            recipe: What the arguments train.
-            candidates: Plugins and settings.
-        """
+        """Estimate candidates of the recipe, on all cores if that takes long; report progress on stderr."""
         numbers = itertools.count(1)
 
         def show(candidate: Candidate) -> None:  # on stderr, so that stdout has the table alone
@@ -77,9 +65,9 @@ class EstimateJob:
             recipe,
             num_ranks=self.arguments.nproc,
             device_memory=self.device_memory,
-            checkpoint=self.checkpoint,
+            checkpoint=getattr(self.arguments, "checkpoint", False),  # an option of `booster estimate`
             profile=self.profile,
-            plans_activations=self.plans_activations,
+            plans_activations=self.arguments.checkpoint_activations == "auto",
         )
 
 
