@@ -27,6 +27,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from booster.device import default_backend, device_type, num_cores, set_device
 from booster.errors import BoosterError
 from booster.launch.launch import launch
+from booster.optim.nvme_offload.pipeline import defer_sigint
 
 from .config import SERIAL, BenchmarkSettings, Configuration
 from .measure import Metrics, max_over_ranks, measure
@@ -98,26 +99,6 @@ def ignore_sigint() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
 
 
-@contextmanager
-def defer_sigint() -> Iterator[None]:
-    """Defer SIGINT to the end of the block, as a half-started process would print an error about its pipe.
-
-    Raises:
-        KeyboardInterrupt: SIGINT was received within the block.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    received = threading.Event()
-    handler = signal.signal(signal.SIGINT, lambda *_: received.set())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    if received.is_set():
-        raise KeyboardInterrupt
-
-
 # Ranks are forked from a server with these modules imported: importing torch takes seconds per rank.
 _PRELOADED = ["booster.cli.benchmark.workers", "booster.plugins.torch_ddp.plugin", "booster.plugins.low_level_zero"]
 _PRELOADED += ["booster.plugins.gemini", "booster.plugins.hybrid_parallel", "torch._dynamo", "torch.distributed.tensor"]
@@ -172,12 +153,10 @@ class WorkerPool:
         num_ranks = 1 if configuration.mode == SERIAL else self._settings.num_ranks
         self._num_started += 1
         try:
-            with defer_sigint():
+            with defer_sigint():  # a half-started process would print an error about its pipe
                 for rank in range(num_ranks):
                     self._start(rank, num_ranks, configuration)
-            return max_over_ranks(
-                [Metrics(**response["figures"]) for response in self._gather_responses(configuration)]
-            )
+            return max_over_ranks([Metrics(**response["figures"]) for response in self._gather_responses()])
         finally:
             self._kill()
 
@@ -197,7 +176,7 @@ class WorkerPool:
         child_end.close()
         self._workers.append((process, parent_end))
 
-    def _gather_responses(self, configuration: Configuration) -> list[dict[str, Any]]:
+    def _gather_responses(self) -> list[dict[str, Any]]:
         seconds = self._settings.timeout_seconds
         responses: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + seconds + _EXTRA_SECONDS
