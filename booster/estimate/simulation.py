@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _foreach_supported_types
 
 from booster.booster import Booster
-from booster.comm import count_communication, fake, num_communicators
+from booster.comm import count_communication, fake, num_communicators, observe_communication
 from booster.core.activation_policy import LAYER_NAME
 from booster.errors import BoosterError, ConfigError, first_line
 from booster.interface import MixedPrecision, ModelWrapper, OptimizerWrapper, Plugin
@@ -161,7 +161,7 @@ def simulate(
     booster = Booster(plugin=plugin, mixed_precision=precision)
     clock = None if profile is None else StepClock(profile, plugin)
     tracker = AllocationTracker(plugin.device, clock, counts_flops=by_layer and clock is None)
-    with mode, tracker, fake.fake_memory(), nullcontext() if clock is None else clock.observing():
+    with mode, tracker, fake.fake_memory(), nullcontext() if clock is None else observe_communication(clock):
         training = make_training()
         batch, criterion = training.batch, training.criterion
         for tensor in iter_tensors(batch):

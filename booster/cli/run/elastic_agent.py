@@ -27,7 +27,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import PContext
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 from torch.distributed.launcher import api
 
@@ -36,7 +36,7 @@ from booster.fault_tolerance.heartbeat import heartbeat_interval_text, progress_
 from booster.fault_tolerance.threads import join_at_exit
 
 from . import launcher_protocol
-from .exit_report import Failure, RankFailure, exit_code_of, has_error_report, report, report_time, restart_line
+from .exit_report import RankFailure, exit_code_of, has_error_report, report, report_time, restart_line
 from .hosts import LAUNCHER_ONLY
 from .log_prefix import PrefixedOutput, RankLogs
 from .node_config import default_omp_threads, launch_config, worker_command
@@ -243,24 +243,23 @@ class ExitRecords:
     checked_ns: int = 0
     last_heartbeats: str = ""
 
-    def with_exit_causes(self, failures: Mapping[int, Failure]) -> dict[int, RankFailure]:
+    def with_exit_causes(self, failures: Mapping[int, ProcessFailure]) -> dict[int, RankFailure]:
         """Return torch's failures with their exit causes, see Note [Exit cause]."""
         return {rank: self._with_exit_cause(failure) for rank, failure in failures.items()}
 
-    def _with_exit_cause(self, failure: Failure) -> RankFailure:
-        by_launcher = None
-        if self.exited is not None:
-            # A rank that had written its error report was about to exit by itself.
-            by_launcher = failure.pid not in self.exited and report_time(failure) > self.checked_ns
-        return RankFailure(
+    def _with_exit_cause(self, failure: ProcessFailure) -> RankFailure:
+        found = RankFailure(
             host=self.host,
             local_rank=failure.local_rank,
             pid=failure.pid,
             exitcode=failure.exitcode,
             error_file_data=failure.error_file_data,
-            by_launcher=by_launcher,
             was_stopped=failure.pid in self.stopped,
         )
+        if self.exited is not None:
+            # A rank that had written its error report was about to exit by itself.
+            found.by_launcher = failure.pid not in self.exited and report_time(found) > self.checked_ns
+        return found
 
 
 @contextmanager

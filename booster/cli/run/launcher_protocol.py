@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from .exit_report import RankFailure
@@ -23,17 +24,7 @@ def send_started() -> None:
 
 def send_failures(failures: Mapping[int, RankFailure], world_size: int) -> None:
     """Report the failed ranks of this node."""
-    fields = {
-        str(rank): {
-            "local_rank": failure.local_rank,
-            "pid": failure.pid,
-            "exitcode": failure.exitcode,
-            "error_file_data": failure.error_file_data,
-            "by_launcher": failure.by_launcher,
-            "was_stopped": failure.was_stopped,
-        }
-        for rank, failure in failures.items()
-    }
+    fields = {str(rank): asdict(failure) for rank, failure in failures.items()}
     _send(event="failed", failures=fields, world_size=world_size, now_ns=time.time_ns())
 
 
@@ -68,7 +59,7 @@ def read_failures(message: Mapping[str, Any], host: str) -> dict[int, RankFailur
         extra = inner.get("extraInfo") if isinstance(inner, dict) else None
         if isinstance(extra, dict) and "time_ns" in extra:
             extra["time_ns"] += clock_offset
-        failures[int(rank)] = RankFailure(host=host, **fields)
+        failures[int(rank)] = RankFailure(**fields | {"host": host})
     return failures
 
 
