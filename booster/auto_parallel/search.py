@@ -101,11 +101,7 @@ class SearchResult:
         )
 
     def format(self, notes: Sequence[str] = ()) -> str:
-        """Return the ranking as text: a table, why the rest is out, and the choice.
-
-        Args:
-            notes: Lines before the reasons.
-        """
+        """Return the ranking as text: a table, notes, why the rest is out, and the choice."""
         text = [format_table(self.results, self.best), format_notes(self.results, notes)]
         best = self.best
         if best is None or best.estimate is None:

@@ -30,14 +30,7 @@ models:
 def add_command(
     commands: Any, name: str, handle: Callable[[argparse.Namespace], int], **texts: str
 ) -> argparse.ArgumentParser:
-    """Add a command to argparse's subparsers and return its parser. Several lines of an epilog are printed as they are.
-
-    Args:
-        commands: Result of `add_subparsers`.
-        name: Name of the command.
-        handle: Function of the parsed arguments that returns the exit code.
-        **texts: Help, description and epilog.
-    """
+    """Add a command, and return its parser. Of an epilog of several lines the line breaks are kept."""
     keeps_lines = "\n" in texts.get("epilog", "")
     formatter = argparse.RawDescriptionHelpFormatter if keeps_lines else argparse.HelpFormatter
     parser: argparse.ArgumentParser = commands.add_parser(name, formatter_class=formatter, **texts)

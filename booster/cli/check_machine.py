@@ -92,12 +92,7 @@ def accelerators() -> list[Finding]:
 
 
 def driver_problem(built_for: str | None, driver: tuple[int, int] | None) -> str | None:
-    """Return why a driver can't run torch's build; None if it can, or if either is missing.
-
-    Args:
-        built_for: CUDA version of torch's build, such as "12.8".
-        driver: Newest CUDA version that the driver supports.
-    """
+    """Return why a driver for CUDA up to a version can't run torch's build, such as "12.8"; None if it can."""
     if built_for is None or driver is None or driver[0] >= int(built_for.split(".")[0]):
         return None  # within a major version older drivers run newer builds
     return (
@@ -413,11 +408,8 @@ class _RankProcess:
 def communication(timeout_seconds: float, command: Sequence[str] = RANK_COMMAND) -> Section:
     """All-reduce a tensor between two processes, and return the backend and the time taken.
 
-    They communicate as two ranks of this machine: by nccl if there are two CUDA devices, else on the CPU.
-
-    Args:
-        timeout_seconds: Time limit; processes that still run then are killed and reported.
-        command: Command line of each rank.
+    They communicate as two ranks of this machine: by nccl if there are two CUDA devices, else on the CPU. Processes
+    that still run at the timeout are killed and reported.
     """
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="booster_check_") as folder:

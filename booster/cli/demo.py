@@ -62,13 +62,7 @@ def demo(arguments: argparse.Namespace) -> int:
 
 
 def chart(values: Sequence[float], width: int = _WIDTH, height: int = _HEIGHT) -> list[str]:
-    """Return the lines of a chart of values over their index, one character a column.
-
-    Args:
-        values: Finite numbers, at least one.
-        width: Most columns; more values are averaged.
-        height: Rows.
-    """
+    """Return the lines of a chart of finite numbers over their index, a column each, or that of the mean of several."""
     width = min(width, len(values))
     edges = [column * len(values) // width for column in range(width + 1)]
     columns = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]

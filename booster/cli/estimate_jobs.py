@@ -23,13 +23,7 @@ _LARGE_NUMEL, _FEW = 2**32, 4  # a model and a number of candidates that are wor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimateJob:
-    """What estimates of several candidates have in common.
-
-    Attributes:
-        arguments: Arguments of the command.
-        device_memory: Available memory per rank in bytes; None if not given.
-        profile: Speed of the machine, optional.
-    """
+    """What estimates of several candidates have in common; `profile` is None if no times are predicted."""
 
     arguments: argparse.Namespace
     device_memory: int | None

@@ -49,14 +49,7 @@ class MemoryParts:
 
 @dataclass(slots=True)
 class _TrackedStorage:
-    """Live storage of a fake tensor.
-
-    Attributes:
-        num_bytes: Its size.
-        category: What it is counted as.
-        is_on_device: If False, it is in host memory beside an accelerator.
-        finalizer: Reports its end.
-    """
+    """Live storage of a fake tensor, on the device or in host memory beside an accelerator."""
 
     num_bytes: int
     category: Category
@@ -156,12 +149,7 @@ class AllocationTracker(TorchDispatchMode):
             self._set_category(one, category)
 
     def categorize_all(self, categories: Mapping[int, Category], default: Category) -> None:
-        """Set the category of all storages.
-
-        Args:
-            categories: Categories by address of the storage, as `storage_key` returns it.
-            default: Category of the others.
-        """
+        """Set the categories of all storages, by `storage_key`; those of others to the default."""
         for key, one in self._live.items():
             self._set_category(one, categories.get(key, default))
 

@@ -215,14 +215,7 @@ def estimate_candidate(
 ) -> CandidateResult:
     """Estimate one candidate; an error becomes the result's reason.
 
-    Args:
-        recipe: Model, optimizer and batch.
-        candidate: Plugin and settings.
-        num_ranks: World size of the fake process group.
-        device_memory: Available memory per rank in bytes.
-        checkpoint: If True, simulate saves too.
-        profile: Speed of the machine, for step times; optional.
-        plans_activations: If True, the candidate recomputes as little as fits the device memory, which must be given.
+    With `plans_activations` it recomputes as little as fits the device memory, which must be given.
     """
     started = time.monotonic()
     given: dict[str, Any] = {
@@ -265,11 +258,7 @@ _MIN_UNITLESS_BYTES = 2**20  # a smaller number without unit is taken for a forg
 
 
 def bytes_from_text(text: str, option: str) -> int:
-    """Parse a size such as 80GiB (2^30 bytes each), 80GB (10^9 bytes each) or 85899345920.
-
-    Args:
-        text: Size to parse.
-        option: Name of the option, for errors.
+    """Parse a size such as 80GiB (2^30 bytes each), 80GB (10^9 bytes each) or 85899345920, the value of an option.
 
     Raises:
         ConfigError: The text is not a size.

@@ -84,15 +84,7 @@ def default_criterion(outputs: Any, batch: Any) -> torch.Tensor:
 
 
 def _fake_optimizer(optimizer: Any, parameters: Mapping[int, nn.Parameter]) -> Optimizer:
-    """Return a copy of an optimizer, or a new one, over fake parameters.
-
-    Args:
-        optimizer: Optimizer over the model's parameters, or a function that creates one for a list of parameters.
-        parameters: Fake parameters by the `id` of the model's.
-
-    Raises:
-        ConfigError: The function returned something else.
-    """
+    """Return a copy of an optimizer, or what a function returns, over fake parameters by the `id` of the model's."""
     if isinstance(optimizer, Optimizer):
         return _copy_over(optimizer, parameters)
     made = optimizer([one for one in parameters.values() if one.requires_grad])
@@ -144,13 +136,7 @@ class TrainingRecipe:
             )
 
     def make_fake(self, mode: FakeTensorMode, device: torch.device, layers: tuple[str, int] | None = None) -> Training:
-        """Return a copy of everything as fake tensors.
-
-        Args:
-            mode: Mode of the fake tensors.
-            device: Their device.
-            layers: Name of a list of layers and the number of them that the copy keeps; optional, defaults to all.
-        """
+        """Return a copy of everything as fake tensors, with the first of a named list of layers only, if given."""
         if layers not in self._templates:
             is_given = layers is None and self.change_model is None
             self._templates[layers] = template = self.model if is_given else _copy(self.model, torch.device("meta"))
@@ -335,17 +321,10 @@ class Simulator:
     """Simulation of a recipe's training under a plugin, on one rank at a time.
 
     Attributes:
-        recipe: What is trained.
         world: Context of the plugin by rank.
-        precision: Mixed precision of the Booster.
-        profile: Speed of the machine, optional.
         plugin: Class name of the plugin.
-        num_ranks: World size.
         ranks: Ranks that differ in memory: one of each pipeline stage, or this process's own in a launched world.
-        is_launched: If True, the plugin is one of the launched world.
-        axis_sizes: Number of ranks along each axis of the mesh.
-        layer_divisor: What the number of layers must be a multiple of.
-        gathers_layers: If True, activation checkpointing recomputes single layers only.
+        axis_sizes: As of the plugin, as `layer_divisor` and `gathers_layers` are.
     """
 
     recipe: TrainingRecipe
@@ -401,13 +380,7 @@ class Simulator:
             )
 
     def run(self, rank: int, layers: tuple[str, int] | None = None, **options: Any) -> SimulatedMemory:
-        """Return the memory of a rank.
-
-        Args:
-            rank: The rank.
-            layers: Name of a list of layers and the number of them that are simulated; optional, defaults to all.
-            **options: Options of `simulate`.
-        """
+        """Return the memory of a rank, with the first of a named list of layers only, if given; see `simulate`."""
         mode = new_fake_mode()
         with self.world(rank) as plugin, _without_garbage_collection():
             return simulate(

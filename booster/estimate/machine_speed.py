@@ -61,9 +61,6 @@ _LEAST_SHARE = 0.1  # of a measured time that is left to the kernel when that of
 def measure_machine(ranks_per_host: int) -> MachineProfile:
     """Return the profile of the launched world; the slowest rank's times count.
 
-    Args:
-        ranks_per_host: Number of ranks on each host.
-
     Collective: every rank must call it. It takes about ten seconds.
     """
     device = current_device()

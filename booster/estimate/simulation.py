@@ -101,14 +101,7 @@ AtEnd: TypeAlias = Callable[[Booster, ModelWrapper, OptimizerWrapper, Allocation
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """Model and everything that trains it, as fake tensors.
-
-    Attributes:
-        model: User's model.
-        optimizer: Optimizer over its parameters.
-        batch: Batch of one rank.
-        criterion: Function of (outputs, batch) that returns the loss.
-    """
+    """Model and everything that trains it, as fake tensors; its batch is that of one rank."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -254,12 +247,7 @@ def _run_model(booster: Booster, model: Any, optimizer: Any, batch: Any, criteri
 
 @contextmanager
 def on_fake_tensors(model: nn.Module, purpose: str, advice_on_values: str) -> Iterator[None]:
-    """Run a model on fake tensors in the block; its errors say so.
-
-    Args:
-        model: The user's model.
-        purpose: What it is run for.
-        advice_on_values: What to do about a forward that reads values.
+    """Run a user's model on fake tensors in the block; errors say for what, and what to do if it reads values.
 
     Raises:
         ConfigError: The block raised another error than one of this library.
@@ -316,11 +304,6 @@ def _each_layer(model: nn.Module) -> list[_SegmentNames]:
 
 class _Segments:
     """Context that divides forward and backward into segments; see Note [Layer extrapolation].
-
-    Args:
-        parts: Layers that segments begin at.
-        tracker: Tracker of the allocations.
-        clock: Clock of the step, optional.
 
     Attributes:
         peaks: Peak of each segment.

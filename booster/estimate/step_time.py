@@ -64,10 +64,6 @@ class _InFlight:
 class StepClock:
     """Clock of a rank in a simulated step; see Note [Time model].
 
-    Args:
-        profile: Speed of the machine.
-        plugin: Plugin of the rank.
-
     Attributes:
         now: Time since the start of the step, in seconds.
     """
@@ -141,12 +137,7 @@ class StepClock:
         self._spend(left)
 
     def result(self, model: ModelWrapper, num_offloaded: int) -> StepTime:
-        """Return the time of the step of a boosted model.
-
-        Args:
-            model: The model.
-            num_offloaded: Bytes in host memory beside an accelerator.
-        """
+        """Return the time of the step of a boosted model that offloads so many bytes to the host."""
         end_of_model = self.now if self._end_of_model is None else self._end_of_model
         speed = self._profile.host_bytes_per_second
         offloading = 2 * num_offloaded / speed if speed else 0.0

@@ -83,12 +83,7 @@ def choose_host(host: str | None, find: Callable[[], str]) -> str:
 
 
 def choose_port(port: int | None, launcher: str, names: Sequence[str]) -> int:
-    """Return the port of the store: as given, else MASTER_PORT, else derived from the job's name.
-
-    Args:
-        port: Port given by the user, or None.
-        launcher: Program that sets the variables.
-        names: Variables that together name the job, equal on all ranks.
+    """Return the port of the store: as given, else MASTER_PORT, else derived from the variables that name the job.
 
     Raises:
         ConfigError: MASTER_PORT is not a number, or no variable names the job.

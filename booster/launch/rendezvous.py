@@ -34,12 +34,6 @@ class RankInfo:
     Attributes:
         host: Host name, from which local ranks are counted if they are unknown.
         address: Address of the host on the route to the store, "" if unknown.
-        world_size: Number of ranks.
-        backend: Communication backend.
-        seed: Seed of all generators.
-        timeout_seconds: Training timeout.
-        setup_timeout_seconds: Set-up timeout.
-        checkpoint_timeout_seconds: Checkpoint timeout.
     """
 
     host: str
@@ -57,13 +51,7 @@ _EQUAL_FIELDS = tuple(field.name for field in fields(RankInfo) if field.name not
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RendezvousInfo:
-    """Result of a rendezvous.
-
-    Attributes:
-        local_rank: Index of this rank among those on the same host.
-        hosts: Host of every rank.
-        addresses: Address of every rank.
-    """
+    """Index of this rank among those on the same host, and host and address of every rank."""
 
     local_rank: int
     hosts: list[str]
@@ -201,11 +189,6 @@ _RETRY_SECONDS = 0.02
 @contextmanager
 def report_missing_ranks(store: Store, rank: int, world_size: int) -> Iterator[None]:
     """Name the ranks that neither completed the block nor reported a failure, in errors of the block.
-
-    Args:
-        store: Store of this launch.
-        rank: This rank.
-        world_size: Number of ranks.
 
     Collective: every rank must enter it.
 

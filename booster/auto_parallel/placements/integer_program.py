@@ -30,13 +30,7 @@ Matrix = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """Optimal choices.
-
-    Attributes:
-        choices: Choice of each node.
-        cost: Sum of all costs.
-        memory: Sum of the memory of all nodes.
-    """
+    """Optimal choice of each node, and the sums of their costs and of their memory."""
 
     choices: tuple[int, ...]
     cost: float
@@ -89,13 +83,7 @@ class IntegerProgram:
 
 
 class ReducedProgram:
-    """Program whose nodes are merged; see Note [Integer program].
-
-    Args:
-        num_nodes: Number of nodes before.
-        states: Choices of each merged node.
-        edges: Costs of the edges between them.
-    """
+    """Program whose nodes are merged; see Note [Integer program]."""
 
     def __init__(
         self, num_nodes: int, states: Mapping[int, list[_State]], edges: Mapping[tuple[int, int], Matrix]
@@ -105,11 +93,7 @@ class ReducedProgram:
     def solve(
         self, *, memory_budget: float | None = None, allowed: Mapping[int, Iterable[int]] | None = None
     ) -> Solution | None:
-        """Return the choices of the least cost, or None if there are none.
-
-        Args:
-            memory_budget: Most memory; optional, defaults to no limit.
-            allowed: Choices that nodes may take, by node; optional, defaults to all.
+        """Return the choices of the least cost among those allowed, within a budget, or None if there are none.
 
         Raises:
             ConfigError: scipy is not installed.
@@ -125,10 +109,7 @@ class ReducedProgram:
         return None if chosen is None else self._solution(chosen)
 
     def least_memory(self, allowed: Mapping[int, Iterable[int]] | None = None) -> float:
-        """Return the memory of the choices that need the least.
-
-        Args:
-            allowed: Choices that nodes may take, by node; optional, defaults to all.
+        """Return the memory of the allowed choices that need the least.
 
         Raises:
             ConfigError: scipy is not installed.

@@ -175,12 +175,7 @@ def is_embedding(module: nn.Module) -> bool:
 
 
 def record_step(recipe: TrainingRecipe) -> LayerGraph:
-    """Record a training step of a model on fake tensors; see Note [Operator graph].
-
-    Of a long stack of identical layers, a few are recorded.
-
-    Args:
-        recipe: What is trained.
+    """Record a training step on fake tensors, with a few of many identical layers; see Note [Operator graph].
 
     Raises:
         ConfigError: The model can't be run on fake tensors, or the loss does not depend on it.

@@ -35,12 +35,7 @@ _OPERATION_OF = {("partial", "replicated"): "all_reduce", ("sharded", "replicate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
-    """Costs on one machine.
-
-    Attributes:
-        profile: Speed of the machine.
-        axis: Speed of the tensor-parallel axis.
-    """
+    """Costs on one machine, by the speed of its operators and of the tensor-parallel axis."""
 
     profile: MachineProfile
     axis: AxisSpeed
@@ -95,9 +90,7 @@ class StepCosts:
 def data_parallel_seconds(graph: LayerGraph, costs: StepCosts) -> float:
     """Return the seconds of a step with replicated weights, whose gradients are all-reduced beside backward.
 
-    Args:
-        graph: Graph of a rank's share of the batch.
-        costs: Costs of the machine.
+    The graph is that of a rank's share of the batch.
     """
     computation = {False: 0.0, True: 0.0}
     gradient_bytes = 0
@@ -130,14 +123,7 @@ class _Choices:
 
 
 class PlacementProgram:
-    """Integer program of a training step; see Note [Placement costs].
-
-    Args:
-        model: The user's model.
-        graph: Graph of its training step.
-        modules: Modules with styles.
-        costs: Costs of the machine.
-    """
+    """Integer program of a training step; see Note [Placement costs]."""
 
     def __init__(
         self,

@@ -94,11 +94,7 @@ _READS_BLOCKS = ("split", "cat", "slice", "select", "narrow", "unbind", "roll", 
 
 
 class ShardingRules:
-    """Strategies of operators; see Note [Strategies].
-
-    Args:
-        num_ranks: Number of ranks of the mesh.
-    """
+    """Strategies of operators on a number of ranks; see Note [Strategies]."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -107,12 +103,7 @@ class ShardingRules:
         self._known: dict[Any, tuple[TensorPlacement, ...] | None] = {}
 
     def strategies(self, node: Node, options: Sequence[Iterable[TensorPlacement]]) -> list[Strategy]:
-        """Return the strategies of an operator.
-
-        Args:
-            node: Node of the operator.
-            options: Placements that each of its inputs may have.
-        """
+        """Return the strategies of an operator whose inputs may each have some placements."""
         found = [] if any(REPLICATED not in one for one in options) else [self._replicated(node)]
         for inputs in _combinations(node, [tuple(one) for one in options]):
             if all(one == REPLICATED for one in inputs):

@@ -188,17 +188,7 @@ def solve_placements(
 
 
 class _Search:
-    """Program of a model with its solutions.
-
-    Args:
-        model: The user's model.
-        graph: Its graph.
-        costs: Costs of the machine.
-        memory_budget: Most memory, optional.
-
-    Attributes:
-        seconds_data_parallel: Time of a step with replicated weights.
-    """
+    """Program of a model with its solutions."""
 
     seconds_data_parallel: float
 

@@ -90,14 +90,9 @@ class StyledModule:
 
 
 def styled_modules(model: nn.Module, graph: LayerGraph, num_ranks: int) -> list[StyledModule]:
-    """Return the linear layers and embeddings of a graph with their styles.
+    """Return the linear layers and embeddings of a model's graph with their styles.
 
     A weight that other code reads too, such as a functional call, stays replicated.
-
-    Args:
-        model: The user's model.
-        graph: Its graph.
-        num_ranks: Number of tensor-parallel ranks.
     """
     called = {node.name for _, node in graph.kept() if node.kind == "site" and node.site == "output"}
     names_of = _names_of_weights(model)

@@ -40,13 +40,7 @@ class BenchmarkResult:
 def measure_all(
     configurations: list[Configuration], settings: BenchmarkSettings, on_start: Callable[[str], None]
 ) -> list[BenchmarkResult]:
-    """Measure a single process and then each configuration.
-
-    Args:
-        configurations: Result of `find_configurations`.
-        settings: Settings of the benchmark.
-        on_start: Callback for progress, called with the name of each configuration before it is measured.
-    """
+    """Measure a single process and then each configuration, whose names are reported as they start."""
     results: list[BenchmarkResult] = []
     expected: list[float] | None = None
     with WorkerPool(settings) as pool:
@@ -183,13 +177,7 @@ def check_can_draw(path: Path) -> None:
 
 
 def draw(path: Path, title: str, results: Sequence[BenchmarkResult]) -> None:
-    """Draw bar charts of time, memory and communication, with one bar per configuration.
-
-    Args:
-        path: Image file; its suffix determines the format.
-        title: Title of the figure.
-        results: Results; those without figures are skipped.
-    """
+    """Draw bar charts of time, memory and communication, with one bar per configuration, into an image file."""
     # Not by pyplot, which selects a display backend and keeps the figure alive.
     figure: Any = importlib.import_module("matplotlib.figure").Figure
     measured = [result for result in results if result.metrics is not None]

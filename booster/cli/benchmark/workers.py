@@ -34,11 +34,9 @@ from .measure import Metrics, max_over_ranks, measure
 
 
 def rank_main(connection: Connection, job: str) -> None:
-    """Main function of a rank process; never returns.
+    """Run the job, a JSON object of `WorkerPool`, send the result, and wait; never returns.
 
-    Args:
-        connection: Pipe to the parent process. This process exits when the parent closes its end or dies.
-        job: JSON object: rank, world_size, num_threads, store_port, store_prefix, configuration, settings.
+    This process exits when the parent closes its end of the pipe or dies.
     """
     threading.Thread(target=_exit_with_parent, args=(connection,), daemon=True).start()
     connection.send_bytes(json.dumps(_run_job(json.loads(job))).encode())
@@ -118,9 +116,6 @@ class WorkerPool:
     """Worker processes that measure configurations, new ones for each configuration.
 
     A context manager: running processes are killed at its exit.
-
-    Args:
-        settings: Settings of the benchmark.
     """
 
     def __init__(self, settings: BenchmarkSettings) -> None:

@@ -151,16 +151,10 @@ def _silence_elastic_logs() -> None:
 def describe_last_heartbeats(
     host: str, port: int, world_size: int, restart_count: int, *, reference_time: float
 ) -> str:
-    """Return a line with the last heartbeat of each rank.
+    """Return a line with the last heartbeat of each rank, from the ranks' store.
 
     The line is empty if the store is unreachable or has no heartbeats, as of a script that never initialized Booster.
-
-    Args:
-        host: Host of the ranks' store.
-        port: Port of the ranks' store.
-        world_size: Number of ranks.
-        restart_count: Restart count of the job, from 0.
-        reference_time: Reference time in seconds since 1970; ages of heartbeats are relative to it.
+    Ages of heartbeats are relative to the reference time, in seconds since 1970.
     """
     found: list[str] = []
 

@@ -236,13 +236,9 @@ class ExitReport:
 
 
 def summarize(exits: Sequence[HostExit], signals: Sequence[signal.Signals]) -> ExitReport:
-    """Return the exit report of a run.
+    """Return the exit report of a run, from the exit status of each host and the signals that this process received.
 
     The root cause comes last: a signal to this process, else a failed rank, a host that can't start, a lost host.
-
-    Args:
-        exits: Exit status of each host.
-        signals: Signals that this process received.
     """
     lost = [host_exit for host_exit in exits if _is_lost(host_exit)]
     crashed = [host_exit for host_exit in exits if _is_crashed(host_exit)]

@@ -23,12 +23,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.%-]*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """A machine to start ranks on.
-
-    Attributes:
-        name: Name or address, as used by ssh and by the other hosts.
-        slots: Default number of ranks, from the host file; None if not given.
-    """
+    """A machine to start ranks on, by the name that ssh and the other hosts use, and its number of ranks, if listed."""
 
     name: str
     slots: int | None = None

@@ -29,12 +29,7 @@ def send_failures(failures: Mapping[int, RankFailure], world_size: int) -> None:
 
 
 def send_error(text: str, *, is_consequence: bool = False) -> None:
-    """Report an error that keeps this node from starting its ranks.
-
-    Args:
-        text: Error message.
-        is_consequence: If True, the error is the consequence of another node's failure.
-    """
+    """Report an error that keeps this node from starting its ranks, and whether another node's failure is its cause."""
     _send(event="refused", text=text, is_consequence=is_consequence)
 
 

@@ -97,12 +97,7 @@ def parse_extra_arguments(text: str) -> ExtraArguments:
 
 
 def split_words(option: str, text: str, form: str) -> list[str]:
-    """Split the value of an option into words as a shell does.
-
-    Args:
-        option: Name of the option, for the message.
-        text: Value of the option.
-        form: What to write in it, for the message.
+    """Split the value of an option into words as a shell does; `form` is what to write in it, for the message.
 
     Raises:
         ConfigError: A quote is not closed.
@@ -172,13 +167,7 @@ def default_omp_threads(num_ranks: int) -> Iterator[None]:
 def launch_config(
     arguments: argparse.Namespace, num_ranks: int, logs: LogsSpecs, restart_count: RestartCount
 ) -> LaunchConfig:
-    """Return the configuration of torch's launcher.
-
-    Args:
-        arguments: Parsed arguments of `booster run`.
-        num_ranks: Number of ranks of this machine.
-        logs: Log destinations of the ranks.
-        restart_count: Receives the restart count of the job, if there are several machines.
+    """Return the configuration of torch's launcher, which sets the restart count if there are several machines.
 
     Raises:
         ConfigError: This torch's launcher lacks a setting of --extra-launch-args.
