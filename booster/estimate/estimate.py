@@ -456,7 +456,7 @@ def _world_of(
                 f"plugin is a {type(plugin).__name__} with its own settings and world of {group_size()} ranks, but"
                 f" num_ranks={num_ranks!r}, settings={settings!r} were given too: give its name in place of the object"
             )
-        return lambda rank: _in_launched_world(plugin)
+        return partial(_in_world, lambda: plugin, None)
     if plugin is not None and not isinstance(plugin, str):
         raise ConfigError(
             f"plugin={plugin!r} is a {type(plugin).__name__}: give a Plugin, or a name such as 'low_level_zero'"
@@ -470,16 +470,11 @@ def _world_of(
     def make() -> Plugin:
         return plugin_with_precision(plugin, precision, **(settings or {})) if plugin else SingleDevicePlugin()
 
-    return lambda rank: _in_fake_world(make, world_size, rank)
+    return partial(_in_world, make, world_size)
 
 
 @contextmanager
-def _in_launched_world(plugin: Plugin) -> Iterator[Plugin]:
-    with fake_collectives():
-        yield plugin
-
-
-@contextmanager
-def _in_fake_world(make: Callable[[], Plugin], num_ranks: int, rank: int) -> Iterator[Plugin]:
-    with fake_world(num_ranks, rank):
+def _in_world(make: Callable[[], Plugin], num_ranks: int | None, rank: int) -> Iterator[Plugin]:
+    """Context of a plugin in a fake world, or in the launched one without communication if no size is given."""
+    with fake_collectives() if num_ranks is None else fake_world(num_ranks, rank):
         yield make()

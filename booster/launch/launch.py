@@ -41,6 +41,10 @@ from .environments import (
 from .network import choose_gloo_interface, local_address
 from .rendezvous import RankInfo, open_store, rendezvous, report_missing_ranks
 
+_EQUAL_SETTINGS = (  # on all ranks
+    *("world_size", "backend", "seed"),
+    *("timeout_seconds", "setup_timeout_seconds", "checkpoint_timeout_seconds"),
+)
 ConfigSource = Mapping[str, Any] | str | Path | None
 
 
@@ -356,14 +360,9 @@ def _start(settings: LaunchSettings, config: Config | None) -> None:
     settings.check_store_address()
     store = open_store(settings.host, settings.port, rank, world_size, seconds)
     info = RankInfo(
+        settings={name: getattr(settings, name) for name in _EQUAL_SETTINGS},
         host=socket.gethostname(),
         address=local_address(settings.host, settings.port) if world_size > 1 else "",
-        world_size=world_size,
-        backend=settings.backend,
-        seed=settings.seed,
-        timeout_seconds=settings.timeout_seconds,
-        setup_timeout_seconds=settings.setup_timeout_seconds,
-        checkpoint_timeout_seconds=settings.checkpoint_timeout_seconds,
     )
     rendezvous_info = rendezvous(store, rank, info, seconds)
     choose_gloo_interface(rendezvous_info.hosts, rendezvous_info.addresses, rank)
