@@ -18,7 +18,7 @@ from booster.activation_checkpointing import checkpoint_activations
 from booster.comm import group_size
 from booster.core.activation_schedule import ActivationSchedule, ScheduleItem
 from booster.errors import ConfigError
-from booster.estimate.candidates import ONE_DEVICE, format_seconds, format_setting, format_size
+from booster.estimate.candidates import ONE_DEVICE, Candidate, format_seconds, format_size
 from booster.interface import Plugin, PluginPlan
 from booster.registry import plugin_with_precision
 from booster.single_device import SingleDevicePlugin
@@ -158,15 +158,12 @@ class ParallelPlan(PluginPlan):
         return plugin_with_precision(self.plugin, self.mixed_precision, **self.settings)
 
     def __str__(self) -> str:
-        settings = dict(self.settings)
-        if self.mixed_precision is not None:
-            settings["mixed_precision"] = self.mixed_precision
-        parts = [self.plugin, *(f"{key}={format_setting(value)}" for key, value in settings.items())]
+        name = Candidate(plugin=self.plugin, settings=self.settings, mixed_precision=self.mixed_precision).name
         time = "" if self.seconds is None else f", {format_seconds(self.seconds)} a step"
         batches = "1 batch" if self.batches == 1 else f"{self.batches} batches"
         if self.activation_schedule is not None:
-            parts.append(str(ActivationSchedule.from_json(self.activation_schedule)))
-        return f"{' '.join(parts)}: {format_size(self.memory)} per rank{time} of {batches}"
+            name += f" {ActivationSchedule.from_json(self.activation_schedule)}"
+        return f"{name}: {format_size(self.memory)} per rank{time} of {batches}"
 
 
 def _encode(value: Any) -> Any:

@@ -97,13 +97,10 @@ def plan_activations(
         return _plan_extrapolated(all_names, chains, kept, device_memory)
 
     def simulated(schedule: ActivationSchedule) -> MemoryEstimate:
-        return estimate(replace(recipe, change_model=partial(_follow, schedule)))
+        follow = partial(checkpoint_activations, policy="schedule", schedule=schedule)
+        return estimate(replace(recipe, change_model=follow))
 
     return _plan_simulated(all_names, chains, kept, device_memory, simulated)
-
-
-def _follow(schedule: ActivationSchedule, model: nn.Module) -> None:
-    checkpoint_activations(model, "schedule", schedule=schedule)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -374,14 +371,10 @@ def _joined(
     count = len(stages_of(like))
     for start in range(0, len(others), count):
         names = others[start : start + count]
-        is_stage = len(names) == count and _are_adjacent(all_names, names)
+        first = all_names.index(names[0])
+        is_stage = len(names) == count and list(all_names[first : first + count]) == names
         joined += ActivationSchedule.of_chain(like, names).items if is_stage else [(name,) for name in names]
     return ActivationSchedule(tuple(sorted(joined, key=lambda item: all_names.index(names_of(item)[0]))))
-
-
-def _are_adjacent(all_names: Sequence[str], names: Sequence[str]) -> bool:
-    first = all_names.index(names[0])
-    return list(all_names[first : first + len(names)]) == list(names)
 
 
 def _nearly_smallest(rank: _RankChain) -> Items:

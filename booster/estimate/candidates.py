@@ -390,7 +390,10 @@ def to_json(results: Sequence[CandidateResult]) -> list[dict[str, Any]]:
     return [
         {
             "plugin": one.candidate.plugin,
-            "settings": {key: _plain(value) for key, value in one.candidate.settings.items()},
+            "settings": {
+                key: value if isinstance(value, (int, float, str, type(None))) else format_setting(value)
+                for key, value in one.candidate.settings.items()
+            },
             "mixed_precision": one.candidate.mixed_precision,
             "peak": None if one.estimate is None else {**asdict(one.estimate.peak), "total": one.estimate.total},
             "memory": None if one.estimate is None else asdict(one.estimate.memory),
@@ -405,10 +408,6 @@ def to_json(results: Sequence[CandidateResult]) -> list[dict[str, Any]]:
         }
         for one in results
     ]
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, (int, float, str, bool, type(None))) else format_setting(value)
 
 
 def _figures(result: CandidateResult) -> list[int]:

@@ -244,10 +244,6 @@ def example_batch(model: nn.Module, *, batch: int = 1, sequence: int | None = No
     return ExampleBatch(inputs={**inputs, **labels}, text=text, has_labels=bool(labels))
 
 
-def _texts(config: Any, batch: int, length: int) -> tuple[dict[str, Any], str]:
-    return {"input_ids": _token_ids(batch, length)}, f"{batch} x {length} tokens"
-
-
 def _images(config: Any, batch: int, length: int) -> tuple[dict[str, Any], str]:
     size = getattr(config, "image_size", None)
     if size is None:
@@ -265,7 +261,7 @@ def _audio(config: Any, batch: int, length: int) -> tuple[dict[str, Any], str]:
 
 
 _INPUTS: dict[str, Callable[[Any, int, int], tuple[dict[str, Any], str]]] = {
-    "input_ids": _texts,
+    "input_ids": lambda _, batch, length: ({"input_ids": _token_ids(batch, length)}, f"{batch} x {length} tokens"),
     "pixel_values": _images,
     "input_features": _audio,
 }

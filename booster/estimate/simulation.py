@@ -43,6 +43,7 @@ from .step_time import StepClock, StepTime
 # replicas of this one's (`FakeReplicas`), which they share the writing of. Files take nothing (`FakeStorage`), values
 # are asked for and skipped in `checkpoint_io.copy_elements`, and host buffers come from `host_memory`, which reports
 # them. Work of several threads is run in one and counted for each (`as_threads`).
+_ADVICE = "a forward with data-dependent control flow can't be measured; give a batch for which it has none"
 NUM_STEPS = 2  # the last is measured: the first allocates states and buffers, and traces
 
 
@@ -170,8 +171,9 @@ def simulate(
             segments = _Segments(parts, tracker, clock)
             if clock is not None:
                 clock.reset()
-            with _mark_gathered(model.unwrap(), tracker), segments, count_communication() as count:
-                _run_model(booster, model, optimizer, batch, criterion)
+            on_fakes = on_fake_tensors(model.unwrap(), "measure its activations", _ADVICE)
+            with _mark_gathered(model.unwrap(), tracker), segments, count_communication() as count, on_fakes:
+                booster.execute_pipeline(iter([batch]), model, criterion, optimizer, return_loss=False)
             _mark_gradients(model, optimizer, tracker)
             tracker.take_peak()
             if clock is not None:
@@ -237,12 +239,6 @@ def simulate_saves(
     finally:
         fake.replicas = None
     return CheckpointMemory(device=max(device, async_device), host=host, async_host=async_host)
-
-
-def _run_model(booster: Booster, model: Any, optimizer: Any, batch: Any, criterion: Any) -> None:
-    advice = "a forward with data-dependent control flow can't be measured; give a batch for which it has none"
-    with on_fake_tensors(model.unwrap(), "measure its activations", advice):
-        booster.execute_pipeline(iter([batch]), model, criterion, optimizer, return_loss=False)
 
 
 @contextmanager

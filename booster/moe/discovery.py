@@ -240,8 +240,5 @@ def _uses_sigmoid(module: nn.Module) -> bool:
         called.update(() if code is None else code.co_names)
     if any(isinstance(child, nn.Sigmoid) for child in module.children()):
         return True
-    return "sigmoid" in called and ("softmax" not in called or any(one == "sigmoid" for one in _texts(module)))
-
-
-def _texts(module: nn.Module) -> list[str]:
-    return [value for value in vars(module).values() if isinstance(value, str)]
+    texts = [value for value in vars(module).values() if isinstance(value, str)]
+    return "sigmoid" in called and ("softmax" not in called or "sigmoid" in texts)

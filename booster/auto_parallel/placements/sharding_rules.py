@@ -305,14 +305,6 @@ def _join_blocks(node: Node, inputs: tuple[TensorPlacement, ...], num_ranks: int
     return (sharded(dim, len(inputs)),)
 
 
-def _embedding(node: Node) -> Iterator[Strategy]:
-    yield Strategy((sharded(0), REPLICATED), (PARTIAL,))
-
-
-def _embedding_backward(node: Node) -> Iterator[Strategy]:
-    yield Strategy((REPLICATED, REPLICATED), (sharded(0),))
-
-
 def _log_softmax(node: Node) -> Iterator[Strategy]:
     last = len(node.outputs[0].shape) - 1
     if node.args[1] % (last + 1) == last and last > 0:
@@ -347,8 +339,8 @@ def _attention(node: Node) -> Iterator[Strategy]:
 
 
 _OWN_RULES: Mapping[str, Callable[[Node], Iterator[Strategy]]] = {
-    "embedding": _embedding,
-    "embedding_dense_backward": _embedding_backward,
+    "embedding": lambda _: iter([Strategy((sharded(0), REPLICATED), (PARTIAL,))]),
+    "embedding_dense_backward": lambda _: iter([Strategy((REPLICATED, REPLICATED), (sharded(0),))]),
     "_log_softmax": _log_softmax,
     "_log_softmax_backward_data": _log_softmax_backward,
     "nll_loss_forward": _nll_loss,

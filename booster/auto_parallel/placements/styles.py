@@ -191,10 +191,6 @@ def output_heads(model: nn.Module, graph: LayerGraph) -> frozenset[str]:
     for _, node in graph.kept():
         if str(node.func).startswith("aten._log_softmax.") and not node.layer:
             source = module_before(graph, node.inputs[0])
-            if source is not None and not _is_in_layer(graph, source):
+            if source is not None and not any(source.startswith(f"{layer}.") for layer in graph.counts if layer):
                 found.add(source)
     return frozenset(found)
-
-
-def _is_in_layer(graph: LayerGraph, name: str) -> bool:
-    return any(name.startswith(f"{layer}.") for layer in graph.counts if layer)

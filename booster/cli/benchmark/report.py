@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def measure_all(
     """Measure a single process and then each configuration, whose names are reported as they start."""
     results: list[BenchmarkResult] = []
     expected: list[float] | None = None
-    with WorkerPool(settings) as pool:
+    with closing(WorkerPool(settings)) as pool:
         for configuration in [Configuration(SERIAL), *configurations]:
             on_start(configuration.name)
             try:

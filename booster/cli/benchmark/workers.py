@@ -17,7 +17,6 @@ from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -115,7 +114,7 @@ class ConfigurationError(BoosterError):
 class WorkerPool:
     """Worker processes that measure configurations, new ones for each configuration.
 
-    A context manager: running processes are killed at its exit.
+    Running processes are killed by `close`.
     """
 
     def __init__(self, settings: BenchmarkSettings) -> None:
@@ -131,14 +130,6 @@ class WorkerPool:
         self._workers: list[_Worker] = []
         self._num_started = 0
 
-    def __enter__(self) -> WorkerPool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._kill()
-
     def measure(self, configuration: Configuration) -> Metrics:
         """Measure a configuration and return its metrics, each the maximum over ranks.
 
@@ -153,7 +144,7 @@ class WorkerPool:
                     self._start(rank, num_ranks, configuration)
             return max_over_ranks([Metrics(**response["figures"]) for response in self._gather_responses()])
         finally:
-            self._kill()
+            self.close()
 
     def _start(self, rank: int, num_ranks: int, configuration: Configuration) -> None:
         job = {
@@ -205,7 +196,8 @@ class WorkerPool:
             return {"error": _exit_text(process.exitcode), "traceback": ""}
         return response
 
-    def _kill(self) -> None:
+    def close(self) -> None:
+        """Kill the running processes."""
         for process, connection in self._workers:
             connection.close()
             process.kill()  # no-op if it has exited
