@@ -358,12 +358,7 @@ def _run(start: Callable[[], Any], wait: Callable[[Any], None]) -> None:
 def _in_turn(calls: Sequence[_StartAndWait]) -> Callable[[], None]:
     """Return a function that makes the next of the calls at each call."""
     remaining = itertools.cycle(calls)
-
-    def run() -> None:
-        start, wait = next(remaining)
-        wait(start())
-
-    return run
+    return lambda: _run(*next(remaining))
 
 
 def fit_latency(volumes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:

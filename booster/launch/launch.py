@@ -157,14 +157,8 @@ def launch_from_torch(
     if first_set(TORCH_RANK) is not None:
         environment = read_torch()
     elif dist.is_initialized() and _world is not None:  # launched in another way: this call is the second
-        known = _world.settings
-        environment = RankEnvironment(
-            rank=known.rank,
-            world_size=known.world_size,
-            local_rank=known.local_rank,
-            host=known.host,
-            port=known.port,
-        )
+        known = {one.name: getattr(_world.settings, one.name) for one in fields(RankEnvironment)}
+        environment = RankEnvironment(**known)
     elif dist.is_initialized():
         environment = RankEnvironment(rank=dist.get_rank(), world_size=dist.get_world_size(), local_rank=None)
     else:

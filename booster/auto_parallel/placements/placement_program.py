@@ -323,10 +323,7 @@ class PlacementProgram:
 
     def _add_styles(self) -> None:
         """Add a node with the style of each module, and edges to what the style is made of."""
-        parameters: dict[str, int] = {}
-        for index, node in self._graph.kept():
-            if node.kind == "parameter":
-                parameters[node.name] = index
+        parameters = {node.name: index for index, node in self._graph.kept() if node.kind == "parameter"}
         for name, module in self._modules.items():
             variable = self.styles[name] = self.program.add_node([0.0] * len(module.styles))
             weights = self._choices[parameters[module.weight]].outputs(0)

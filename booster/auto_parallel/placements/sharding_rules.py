@@ -202,10 +202,7 @@ def _combinations(node: Node, options: list[tuple[TensorPlacement, ...]]) -> Ite
     sources = [source if source is not None else index for index, source in enumerate(node.inputs)]
     distinct = list(dict.fromkeys(sources))
     choices = [options[sources.index(one)] for one in distinct]
-    number = 1
-    for one in choices:
-        number *= len(one)
-    if number > _MAX_COMBINATIONS:  # all alike, where they can be
+    if math.prod(map(len, choices)) > _MAX_COMBINATIONS:  # all alike, where they can be
         for placement in dict.fromkeys(itertools.chain(*choices)):
             yield tuple(placement if placement in one else REPLICATED for one in options)
         return
