@@ -93,6 +93,8 @@ _GEMMA = ("gemma", "GemmaForCausalLM")
 _GEMMA_ALL = {"head_dim": 256, "tie_word_embeddings": True, "max_position_embeddings": 8192}
 _LONG = {"max_position_embeddings": 32768}
 _MORE_HEADS = {"head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 40960}
+_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+_QWEN3_EXPERTS = {**_MORE_HEADS, **_EXPERTS, "num_key_value_heads": 4}
 
 PRESETS: dict[str, _Config] = {
     "llama-7b": _decoder(_LLAMA, 4096, 11008, 32, 32, 32000, max_position_embeddings=2048),
@@ -129,20 +131,7 @@ PRESETS: dict[str, _Config] = {
     "qwen3-8b": _decoder(_QWEN3, 4096, 12288, 36, 32, 151936, **_MORE_HEADS),
     "qwen3-14b": _decoder(_QWEN3, 5120, 17408, 40, 40, 151936, **_MORE_HEADS),
     "qwen3-32b": _decoder(_QWEN3, 5120, 25600, 64, 64, 151936, **_MORE_HEADS),
-    "qwen3-30b-a3b": _decoder(
-        _QWEN3_MOE,
-        2048,
-        6144,
-        48,
-        32,
-        151936,
-        num_key_value_heads=4,
-        head_dim=128,
-        moe_intermediate_size=768,
-        num_experts=128,
-        num_experts_per_tok=8,
-        max_position_embeddings=40960,
-    ),
+    "qwen3-30b-a3b": _decoder(_QWEN3_MOE, 2048, 6144, 48, 32, 151936, **_QWEN3_EXPERTS),
     "gemma-2b": _decoder(_GEMMA, 2048, 16384, 18, 8, 256000, num_key_value_heads=1, **_GEMMA_ALL),
     "gemma-7b": _decoder(_GEMMA, 3072, 24576, 28, 16, 256000, **_GEMMA_ALL),
     "gpt2": _gpt2(768, 12, 12),
