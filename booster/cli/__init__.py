@@ -12,7 +12,9 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code: 0 for success, 2 for invalid arguments, 130 for Ctrl-C.
+    """Run the command line and return the exit code; commands raise `BoosterError` for invalid arguments.
+
+    It is 0 for success, 2 for invalid arguments, 130 for Ctrl-C.
 
     Args:
         argv: Arguments without the program name; optional, defaults to those of this process.

@@ -110,11 +110,7 @@ def check_training_arguments(arguments: argparse.Namespace) -> None:
 
 
 def load_training_model(arguments: argparse.Namespace) -> ModelSource:
-    """Return the model of --model on the meta device, with its batch and activation checkpointing.
-
-    Raises:
-        ConfigError: It can't be made.
-    """
+    """Return the model of --model on the meta device, with its batch and activation checkpointing."""
     import torch
 
     from booster.estimate.candidates import bytes_from_text
@@ -156,11 +152,7 @@ def parse_settings(given: list[str], option: str) -> dict[str, Any]:
 
 
 def find_optimizer(name: str, given: list[str]) -> Any:
-    """Return a function that makes the optimizer of --optimizer from a list of parameters.
-
-    Raises:
-        ConfigError: It is unknown.
-    """
+    """Return a function that makes the optimizer of --optimizer from a list of parameters."""
     import torch
 
     from booster import optim

@@ -36,11 +36,7 @@ def add_parser(commands: Any) -> None:
 
 
 def check(arguments: argparse.Namespace) -> int:
-    """Print the report and return the exit code: 0, 1 for a problem, 2 if no check was selected.
-
-    Raises:
-        ConfigError: The arguments are invalid.
-    """
+    """Print the report and return the exit code: 0, 1 for a problem, 2 if no check was selected."""
     if not arguments.installation and not arguments.comm:
         print(
             "booster check: nothing to check: give -i to check the installation, --comm to check communication",

@@ -36,11 +36,7 @@ def add_parser(commands: Any) -> None:
 
 
 def demo(arguments: argparse.Namespace) -> int:
-    """Train, resume and draw; return the exit code of the first run that fails, else 0.
-
-    Raises:
-        ConfigError: The number of processes or steps is too small.
-    """
+    """Train, resume and draw; return the exit code of the first run that fails, else 0."""
     # Imported here, as this imports torch, which the other commands do not need.
     from booster.monitor.loggers import read_run
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .arguments import (
@@ -13,7 +12,6 @@ from .arguments import (
     add_option,
     add_training_arguments,
     check_training_arguments,
-    parse_settings,
     title_of,
 )
 
@@ -62,15 +60,10 @@ def add_parser(commands: Any) -> None:
 
 
 def estimate(arguments: argparse.Namespace) -> int:
-    """Print the table and return the exit code.
-
-    Raises:
-        ConfigError: The arguments are invalid.
-    """
+    """Print the table and return the exit code."""
     # Imported here, as these import torch, which the other commands do not need.
     from booster.estimate.candidates import (
         fastest,
-        find_candidates,
         format_notes,
         format_recommendation,
         format_table,
@@ -78,18 +71,14 @@ def estimate(arguments: argparse.Namespace) -> int:
         least_memory,
     )
 
-    from .estimate_jobs import EstimateJob, find_machine, load_recipe
+    from .estimate_jobs import EstimateJob, find_machine, prepare
 
     check_training_arguments(arguments)
-    job = EstimateJob.of(arguments)
-    device_memory = job.device_memory
-    settings = parse_settings(arguments.settings, "--settings")
-    candidates = find_candidates(arguments.plugin, arguments.nproc, settings, arguments.mixed_precision)
-    recipe, source = load_recipe(arguments)
+    candidates, recipe, source, device_memory = prepare(arguments)
     left_out = (None, "step times: left out by --no-step-time")
     profile, profile_note = left_out if arguments.no_step_time else find_machine(arguments)
     source.notes.append(profile_note)
-    job = replace(job, profile=profile)
+    job = EstimateJob(arguments=arguments, device_memory=device_memory, profile=profile)
     results = job.run(recipe, candidates)
     if arguments.json:
         print(json.dumps(_as_json(arguments, source, results, device_memory), indent=2))

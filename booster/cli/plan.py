@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,6 @@ from .arguments import (
     add_option,
     add_training_arguments,
     check_training_arguments,
-    parse_settings,
     title_of,
 )
 
@@ -72,34 +70,27 @@ def add_parser(commands: Any) -> None:
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    """Print the ranking, write the plan and return the exit code.
-
-    Raises:
-        ConfigError: The arguments are invalid.
-    """
+    """Print the ranking, write the plan and return the exit code."""
     # Imported here, as these import torch, which the other commands do not need.
     from booster.auto_parallel.search import refuse_small_batches, search
-    from booster.estimate.candidates import find_candidates, to_json
+    from booster.estimate.candidates import to_json
 
-    from .estimate_jobs import EstimateJob, load_recipe
+    from .estimate_jobs import EstimateJob, prepare
 
     _check(arguments)
-    job = EstimateJob.of(arguments)
     num_ranks = arguments.nproc
-    settings = parse_settings(arguments.settings, "--settings")
-    candidates = find_candidates(arguments.plugin, num_ranks, settings, arguments.mixed_precision)
+    candidates, recipe, source, device_memory = prepare(arguments)
     profile, note = _machine(arguments)
-    recipe, source = load_recipe(arguments)
-    job = replace(job, profile=profile)
+    job = EstimateJob(arguments=arguments, device_memory=device_memory, profile=profile)
     result = search(
         recipe,
         candidates,
         num_ranks,
         objective=arguments.objective,
-        device_memory=job.device_memory,
+        device_memory=device_memory,
         profile=profile,
-        needs_accelerator_to_offload=not settings,
-        refusals=lambda one: "" if settings else refuse_small_batches(one, num_ranks, recipe),
+        needs_accelerator_to_offload=not arguments.settings,
+        refusals=lambda one: "" if arguments.settings else refuse_small_batches(one, num_ranks, recipe),
         estimate_all=partial(job.run, recipe),
     )
     found = None if result.best is None else result.plan(recipe, num_ranks)

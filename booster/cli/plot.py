@@ -32,11 +32,7 @@ def add_parser(commands: Any) -> None:
 
 
 def plot(arguments: argparse.Namespace) -> int:
-    """Draw the runs and return 0.
-
-    Raises:
-        ConfigError: A log can't be read or holds no step, or the image can't be written.
-    """
+    """Draw the runs and return 0."""
     # Imported here, as these import torch, which the other commands do not need.
     from booster.monitor.loggers import draw_runs, read_run
 

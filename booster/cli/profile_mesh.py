@@ -52,11 +52,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print the speeds and return the exit code.
-
-    Raises:
-        ConfigError: The arguments are invalid.
-    """
+    """Measure, print the speeds and return the exit code."""
     from booster.estimate.machine_profile import default_path
 
     num_ranks = _capacity() if arguments.nproc is None else arguments.nproc

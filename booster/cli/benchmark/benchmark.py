@@ -72,11 +72,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the measurements, print the table and return the exit code.
-
-    Raises:
-        ConfigError: The arguments are invalid; nothing was started.
-    """
+    """Run the measurements, print the table and return the exit code."""
     # Imported here, as these import torch, which the other commands do not need.
     from .config import BenchmarkSettings, find_configurations, modes_from_text
     from .report import check_can_draw, draw
