@@ -285,7 +285,8 @@ def _call_seconds(profile: MachineProfile, device: torch.device) -> tuple[float,
 def _seconds_of_call(run: Callable[[], Any], profile: MachineProfile) -> float:
     """Return the time of a call, without that of the kernels."""
     run()
-    with CostRecorder() as recorder:
+    recorder = CostRecorder()
+    with recorder:
         run()
     kernels = 0.0 if profile.is_asynchronous else sum(cost.seconds(profile) for cost in recorder.costs)
     return max(profile.call_seconds * _LEAST_SHARE, (_seconds_of(run) - kernels) / recorder.num_calls)

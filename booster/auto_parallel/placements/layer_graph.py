@@ -234,7 +234,8 @@ def _record(recipe: TrainingRecipe, layers: tuple[str, int] | None = None) -> La
                 " criterion of the model's outputs"
             )
         loss.backward()  # type: ignore[no-untyped-call]
-    with mode, CostRecorder() as step:
+    step = CostRecorder()
+    with mode, step:
         optimizer.step()
     trained = [one for one in model.parameters() if one.grad is not None]
     num_elements = sum(one.numel() for one in trained) or 1
