@@ -414,7 +414,7 @@ def _estimate_rank(simulator: Simulator, rank: int, checkpoint: bool) -> RankMem
         return run().memory
     try:
         few, more = (run(depth) for depth in depths)
-        deep = extrapolate(few, more, (num_layers - depths[0]) / (depths[1] - depths[0]))
+        deep: SimulatedMemory = extrapolate(few, more, (num_layers - depths[0]) / (depths[1] - depths[0]))
         peak = max(deep.segments.values(), key=lambda parts: parts.total)
         return replace(deep.memory, backward=peak, communicators=more.memory.communicators)
     except Exception:  # any error of a model that depends on its layers: the full run reports real ones
