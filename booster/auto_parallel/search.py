@@ -136,9 +136,9 @@ def search(
         recipe: Model, optimizer and batch.
         candidates: Plugins and settings.
         num_ranks: World size.
-        objective: "time" or "memory".
+        objective: "time" or "memory"; without a profile, fewest bytes sent stand for the least time.
         device_memory: Available memory per rank in bytes.
-        profile: Speed of the machine; optional, without it fewest bytes sent stand for the least time.
+        profile: Speed of the machine, optional.
         plans_activations: If True, candidates recompute as few activations as it takes to fit the device memory.
         needs_accelerator_to_offload: If True, candidates that offload to the host are out where the profile is that of
             a CPU, whose memory is the host's.

@@ -33,14 +33,7 @@ _NAME_WIDTH = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Result of one check.
-
-    Attributes:
-        name: Name of the checked item.
-        text: Result as text.
-        data: Result as JSON-serializable values.
-        problem: Problem and its remedy, or None if the project works with this.
-    """
+    """Result of one check as text and as values for JSON, and the problem and its remedy, if there is one."""
 
     name: str
     text: str

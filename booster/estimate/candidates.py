@@ -30,13 +30,7 @@ _PRECISIONS = (None, "bf16")  # candidates, if the Booster controls the precisio
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """Plugin and settings to estimate.
-
-    Attributes:
-        plugin: Name of the plugin, or `ONE_DEVICE`.
-        settings: Arguments of the plugin.
-        mixed_precision: Mixed precision of the Booster; None if unused or controlled by the plugin.
-    """
+    """Plugin, or `ONE_DEVICE`, with its arguments, to estimate, and the Booster's mixed precision, if that controls it."""
 
     plugin: str
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -105,11 +99,8 @@ def find_candidates(
 ) -> list[Candidate]:
     """Return the plugins and settings to estimate.
 
-    Args:
-        plugins: Comma-separated names, or "all".
-        num_ranks: World size.
-        settings: Arguments of the single plugin; optional, defaults to the plugin's own candidates.
-        mixed_precision: Mixed precision; optional, defaults to none and bf16, or the plugin's own candidates.
+    Names are separated by commas, or "all". Without settings, which are those of a single plugin, each plugin has its
+    own candidates; without a mixed precision there is one in none and one in bf16, where the Booster controls it.
 
     Raises:
         ConfigError: A plugin is unknown, or has no settings for this number of ranks.

@@ -150,7 +150,7 @@ class TrainingRecipe:
             parameters = {id(given[name]): parameter for name, parameter in model.named_parameters()}
             optimizer = _fake_optimizer(self.optimizer, parameters)
             batch = map_tensors(lambda tensor: _like(tensor, device), self.batch)
-        return Training(model, optimizer, batch, self.criterion)
+        return model, optimizer, batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -388,6 +388,7 @@ class Simulator:
                 plugin,
                 self.precision,
                 mode,
+                self.recipe.criterion,
                 layers=layers and layers[0],
                 profile=self.profile,
                 **options,

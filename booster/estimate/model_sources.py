@@ -188,13 +188,7 @@ _ADVICE = "give --model script.py:build_model with a function that returns (mode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleBatch:
-    """Batch on the meta device.
-
-    Attributes:
-        inputs: Keyword arguments of the model's forward.
-        text: Description of the batch.
-        has_labels: Whether the model returns a loss for it.
-    """
+    """Keyword arguments of a model's forward on the meta device, described in words, and whether it returns a loss."""
 
     inputs: dict[str, torch.Tensor | bool]
     text: str
@@ -202,12 +196,9 @@ class ExampleBatch:
 
 
 def example_batch(model: nn.Module, *, batch: int = 1, sequence: int | None = None) -> ExampleBatch:
-    """Return a batch of text, images or audio, with labels if the model accepts them.
+    """Return a batch of text, images or audio for a transformers model, with labels if the model accepts them.
 
-    Args:
-        model: transformers model.
-        batch: Batch size.
-        sequence: Sequence length, for text; optional, defaults to 2048 or the model's maximum.
+    Without a sequence length, texts have 2048 tokens, or the model's maximum.
 
     Raises:
         ConfigError: The inputs of the model are unknown, or the sequence exceeds its positions.
@@ -329,13 +320,9 @@ class ModelSource:
 def load_model(
     text: str, *, batch: int | None = None, sequence: int | None = None, dtype: torch.dtype = torch.float32
 ) -> ModelSource:
-    """Create a model on the meta device.
+    """Create a model on the meta device: one of `PRESETS`, of a transformers config's path, or of `script.py:function`.
 
-    Args:
-        text: One of `PRESETS`, the path of a transformers config, or `script.py:function`.
-        batch: Batch size; optional, defaults to 1 or the function's batch.
-        sequence: Sequence length; optional, defaults to that of `example_batch` or the function's batch.
-        dtype: dtype of the weights.
+    Without a batch size or a sequence length the batch is that of the function, or of `example_batch`.
 
     Raises:
         ConfigError: The model is unknown or invalid, or it has no example batch.

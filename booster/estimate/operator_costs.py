@@ -46,12 +46,7 @@ class OperatorCost:
     batch: int = 1
 
     def seconds(self, profile: MachineProfile, *, is_cold: bool = False) -> float:
-        """Return the time of the kernel.
-
-        Args:
-            profile: Speed of the machine.
-            is_cold: If True, the tensors are in no cache, as in the optimizer's step.
-        """
+        """Return the time of the kernel; tensors are in no cache if it is cold, as in the optimizer's step."""
         if self.flops:
             compute = profile.curve(self.kind, self.dtype).seconds(self.flops / self.batch) * self.batch
             return max(compute, self.num_bytes / profile.curve("inplace", self.dtype).rate)

@@ -96,18 +96,11 @@ class RankMemory:
         return max((self.backward, self.step, saving), key=lambda parts: parts.total)
 
 
+Training: TypeAlias = tuple[nn.Module, Optimizer, Any]
+"""A user's model, an optimizer over its parameters, and the batch of one rank, as fake tensors."""
+
 AtEnd: TypeAlias = Callable[[Booster, ModelWrapper, OptimizerWrapper, AllocationTracker], CheckpointMemory | None]
 """Called with the trained objects at the end of a simulation; returns the memory of their saves, if there were any."""
-
-
-@dataclass(frozen=True, slots=True)
-class Training:
-    """Model and everything that trains it, as fake tensors; its batch is that of one rank."""
-
-    model: nn.Module
-    optimizer: Optimizer
-    batch: Any
-    criterion: Callable[[Any, Any], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +124,7 @@ def simulate(
     plugin: Plugin,
     precision: MixedPrecision | None,
     mode: FakeTensorMode,
+    criterion: Callable[[Any, Any], torch.Tensor],
     *,
     layers: str | None = None,
     by_layer: bool = False,
@@ -145,6 +139,7 @@ def simulate(
         plugin: Plugin.
         precision: Mixed precision of the Booster, optional.
         mode: Mode of the fake tensors.
+        criterion: Function of (outputs, batch) that returns the loss.
         layers: Name of a list of layers that segments begin at, optional.
         by_layer: If True, segments begin at each layer that `checkpoint_activations` was called for, and are named by
             it, as `layer_segment` and `backward_segment` return.
@@ -156,15 +151,14 @@ def simulate(
     clock = None if profile is None else StepClock(profile, plugin)
     tracker = AllocationTracker(plugin.device, clock, counts_flops=by_layer and clock is None)
     with mode, tracker, fake.fake_memory(), nullcontext() if clock is None else observe_communication(clock):
-        training = make_training()
-        batch, criterion = training.batch, training.criterion
+        plain_model, plain_optimizer, batch = make_training()
         for tensor in iter_tensors(batch):
             tracker.ignore(tensor)
-        for tensor in (*training.model.parameters(), *training.model.buffers()):
+        for tensor in (*plain_model.parameters(), *plain_model.buffers()):
             tracker.track(tensor)
-        training.model.train()
-        model, optimizer, *_ = booster.boost(training.model, training.optimizer, criterion=criterion)
-        del training
+        plain_model.train()
+        model, optimizer, *_ = booster.boost(plain_model, plain_optimizer, criterion=criterion)
+        del plain_model, plain_optimizer
         for _ in range(num_steps):
             tracker.categorize_all(_steady_categories(model, optimizer), "buffers")
             parts = _each_layer(model.unwrap()) if by_layer else _ends_of_stack(model.unwrap(), layers)

@@ -211,20 +211,19 @@ def _has_operators_between(graph: LayerGraph, layers: Sequence[str]) -> bool:
 def _record(recipe: TrainingRecipe, layers: tuple[str, int] | None = None) -> LayerGraph:
     """Record a step of a model, or of one with the first layers of a list."""
     mode = new_fake_mode()
-    training = recipe.make_fake(mode, torch.device("cpu"), layers)
-    model, optimizer = training.model, training.optimizer
+    model, optimizer, batch = recipe.make_fake(mode, torch.device("cpu"), layers)
     model.train()
     recorder = _Recorder(model)
     with ExitStack() as stack:
         stack.enter_context(mode)
         stack.enter_context(recorder)
         stack.enter_context(_hooks(model, recorder))
-        for tensor in iter_tensors(training.batch):
+        for tensor in iter_tensors(batch):
             recorder.leaf(tensor)
         advice = "its control flow depends on values of the batch: give plan= to the plugin instead"
         with on_fake_tensors(model, "record its operators", advice):
-            outputs = call_with_batch(model, training.batch)
-            loss = training.criterion(outputs, training.batch)
+            outputs = call_with_batch(model, batch)
+            loss = recipe.criterion(outputs, batch)
         returned = [recorder.value_of(one) for one in iter_tensors(outputs)]
         recorder.end_forward()
         loss_value = recorder.value_of(loss)

@@ -224,18 +224,10 @@ _CHECKED_STEPS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
-    """Metrics of one rank, or the maximum of each over ranks.
+    """Metrics of one rank, or the maximum of each over ranks: medians of times with communication, and those of a step.
 
-    Attributes:
-        forward_seconds: Median time of forward including the loss.
-        backward_seconds: Median time of backward including communication.
-        step_seconds: Median time of the optimizer step including communication.
-        whole_seconds: Median time of a training step; not exactly the sum of the other medians.
-        peak_bytes: Peak memory of live tensors in a step; see `LiveMemory`.
-        sent_bytes: Bytes sent by this rank in a step.
-        received_bytes: Bytes received by this rank in a step.
-        communications: Number of collectives and messages started in a step.
-        losses: Losses of the global batch in the first steps.
+    `whole_seconds` is not exactly the sum of the other medians, `peak_bytes` that of `LiveMemory`. The losses are those
+    of the global batch in the first steps.
     """
 
     forward_seconds: float

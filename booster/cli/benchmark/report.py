@@ -23,13 +23,10 @@ _TOLERANCE = 2e-5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchmarkResult:
-    """Result of one configuration.
+    """Result of one configuration; `metrics` are None if the measurement failed.
 
-    Attributes:
-        configuration: The measured configuration.
-        metrics: Metrics, each the maximum over ranks; None if the measurement failed.
-        loss_difference: Largest relative difference from the losses of one process; None if not compared.
-        error: Error of the measurement or of the losses; None on success.
+    `loss_difference` is the largest relative one from the losses of one process, None if they were not compared.
+    `error` is that of the measurement or of the losses.
     """
 
     configuration: Configuration

@@ -38,8 +38,6 @@ class RankFailure:
 
     Attributes:
         host: Host name; "" for a single machine.
-        local_rank: Local rank on that host.
-        pid: Process ID on that host.
         exitcode: Exit code; -n if killed by signal n.
         error_file_data: Error report written by the rank, if any.
         by_launcher: Whether the launcher terminated it after another failure; None if unknown.
@@ -207,7 +205,6 @@ class HostExit:
     """Exit status of one host.
 
     Attributes:
-        host: Name of the host.
         code: Exit code of ssh: that of the host's launcher, or 255 if ssh itself failed.
         has_started: Whether the host's launcher started.
         was_terminated: Whether it was terminated after a failure elsewhere or a signal.

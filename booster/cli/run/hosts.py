@@ -34,12 +34,8 @@ def choose_hosts(
 ) -> list[Host]:
     """Return the hosts in the order of the list or the file; the first one hosts the rendezvous.
 
-    Args:
-        listed: Comma-separated names.
-        hostfile: Path of a file with one host per line: its name, optionally followed by `slots=N`. `#` starts a
-            comment.
-        include: Comma-separated names of hosts to keep.
-        exclude: Comma-separated names of hosts to drop.
+    Names are separated by commas. A line of the host file is a name, optionally followed by `slots=N`; `#` starts a
+    comment.
 
     Raises:
         ConfigError: No hosts are given or left, a line or name is invalid, or a name is repeated or unknown.
@@ -203,12 +199,8 @@ def host_commands(
 ) -> list[HostCommand]:
     """Return a command for each host, in their order.
 
-    Args:
-        arguments: Parsed arguments of `booster run`.
-        hosts: Hosts to start ranks on. The first one hosts the rendezvous, unless --master-addr gives another address.
-        port: Port of the rendezvous.
-        run_id: Identifies this run to separate it from others at the same port; None if --extra-launch-args has one.
-        environment: Variables to set on the hosts.
+    The first host has the rendezvous at the port, unless --master-addr gives another address. The run's id separates it
+    from others at the same port; it is None if --extra-launch-args has one.
 
     Raises:
         ConfigError: --ssh-options can't be parsed.
