@@ -30,7 +30,7 @@ _PRECISIONS = (None, "bf16")  # candidates, if the Booster controls the precisio
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """Plugin, or `ONE_DEVICE`, with its arguments, to estimate, and the Booster's mixed precision, if that controls it."""
+    """Plugin, or `ONE_DEVICE`, with its arguments, and the Booster's mixed precision, if that controls it."""
 
     plugin: str
     settings: Mapping[str, Any] = field(default_factory=dict)

@@ -35,9 +35,10 @@ _CAUSE_SECONDS = 5.0
 def launch_nodes(commands: Sequence[HostCommand], min_hosts: int, grace_seconds: float) -> int:
     """Start a launcher on each host over ssh and wait for all of them.
 
-    The exit code is 0 if all hosts succeeded, else that of the rank that failed first. Output of the hosts is copied to this process's, each line prefixed with its host and rank. The root cause of a
-    failure comes last. When one host fails, all others are terminated: their ranks are killed `grace_seconds` after
-    SIGTERM. A lost host is ignored while `min_hosts` remain. Must be called in the main thread.
+    The exit code is 0 if all hosts succeeded, else that of the rank that failed first. Output of the hosts is copied to
+    this process's, each line prefixed with its host and rank. The root cause of a failure comes last. When one host
+    fails, all others are terminated: their ranks are killed `grace_seconds` after SIGTERM. A lost host is ignored while
+    `min_hosts` remain. Must be called in the main thread.
 
     Raises:
         ConfigError: The program ssh is not installed.
