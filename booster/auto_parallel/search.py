@@ -10,13 +10,14 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
-from booster.comm import all_gather_text, fake_world, group_rank, group_size
+from booster.comm import all_gather_text, group_rank, group_size
 from booster.core.activation_schedule import ActivationSchedule
 from booster.errors import BoosterError, ConfigError
 from booster.estimate.allocation_tracker import MemoryParts
 from booster.estimate.candidates import (
     Candidate,
     CandidateResult,
+    ask_plugin,
     estimate_candidate,
     fastest,
     format_notes,
@@ -26,7 +27,6 @@ from booster.estimate.candidates import (
     format_table,
     least_communication,
     least_memory,
-    make_plugin,
 )
 from booster.estimate.estimate import MemoryEstimate, TrainingRecipe
 from booster.estimate.machine_profile import MachineProfile
@@ -214,7 +214,7 @@ def _solve_plan(recipe: TrainingRecipe, candidate: Candidate, profile: MachinePr
 
 def refuse_pipelines(candidate: Candidate, num_ranks: int) -> str:
     """Return why a candidate with pipeline stages is out, where the loop may call the model itself."""
-    if _pp_size(candidate, num_ranks) == 1:
+    if ask_plugin(candidate, num_ranks, lambda plugin: plugin.pp_size, default=1) == 1:
         return ""
     return (
         "a loop that calls the model can't run stages of a pipeline: write booster.execute_pipeline() in its place, and"
@@ -224,7 +224,7 @@ def refuse_pipelines(candidate: Candidate, num_ranks: int) -> str:
 
 def refuse_small_batches(candidate: Candidate, num_ranks: int, recipe: TrainingRecipe) -> str:
     """Return why a candidate is out whose stages have no microbatch each in a batch."""
-    stages = _pp_size(candidate, num_ranks)
+    stages = ask_plugin(candidate, num_ranks, lambda plugin: plugin.pp_size, default=1)
     samples = next((len(one) for one in iter_tensors(recipe.batch) if one.dim() > 0), 1)
     if stages <= max(1, samples):
         return ""
@@ -241,15 +241,6 @@ def _refuse_offload(result: CandidateResult) -> CandidateResult:
         candidate=result.candidate,
         reason="it offloads to the host's memory, which is the device's own on a CPU: give an accelerator",
     )
-
-
-def _pp_size(candidate: Candidate, num_ranks: int) -> int:
-    """Return the number of pipeline stages; 1 if the plugin can't be made, which the estimate reports."""
-    try:
-        with fake_world(num_ranks):
-            return make_plugin(candidate).pp_size
-    except BoosterError:
-        return 1
 
 
 def _best(results: Sequence[CandidateResult], objective: Objective) -> CandidateResult | None:

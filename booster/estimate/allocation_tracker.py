@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -20,7 +20,6 @@ from .step_time import StepClock
 _MAX_BUCKETS = 64  # of bucket collectives; see `booster.comm.fake`
 
 Category = Literal["parameters", "gradients", "optimizer_states", "activations", "buffers"]
-_CATEGORIES: tuple[Category, ...] = ("parameters", "gradients", "optimizer_states", "activations", "buffers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +79,7 @@ class AllocationTracker(TorchDispatchMode):
         self._live: dict[int, _TrackedStorage] = {}
         self._ignored: set[int] = set()
         self._total = self._peak_total = 0
-        self.counts: dict[Category, int] = dict.fromkeys(_CATEGORIES, 0)
+        self.counts: dict[Category, int] = dict.fromkeys(get_args(Category), 0)
         self.offloaded = self.peak_offloaded = 0
         self._peak = dict(self.counts)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 import re
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field, fields, is_dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,6 +24,7 @@ from .activation_plan import plan_activations
 from .estimate import MemoryEstimate, TrainingRecipe, estimate_recipe
 from .machine_profile import MachineProfile
 
+T = TypeVar("T")
 ONE_DEVICE = "none"  # name of Booster(plugin=None) on the command line
 _PRECISIONS = (None, "bf16")  # candidates, if the Booster controls the precision
 
@@ -153,7 +154,7 @@ def _with_precision(
     candidate: Candidate, num_ranks: int, mixed_precision: str | None, given: Mapping[str, Any] | None
 ) -> list[Candidate]:
     """Return the candidate in the asked precision, or without one in each precision that it has."""
-    if not _controls_precision(candidate, num_ranks):
+    if not ask_plugin(candidate, num_ranks, lambda plugin: plugin.control_precision(), default=True):
         precisions = _PRECISIONS if mixed_precision is None else (mixed_precision,)
         return [replace(candidate, mixed_precision=precision) for precision in precisions]
     if mixed_precision is None or given:
@@ -181,13 +182,13 @@ def _names(plugins: str, num_ranks: int) -> list[str]:
     return names
 
 
-def _controls_precision(candidate: Candidate, num_ranks: int) -> bool:
-    """Return whether the plugin controls the precision; True if it can't be created, which is reported later."""
+def ask_plugin(candidate: Candidate, num_ranks: int, question: Callable[[Plugin], T], default: T) -> T:
+    """Return what a plugin with a candidate's settings answers, or the default if it can't be made (reported later)."""
     try:
         with fake_world(num_ranks):
-            return make_plugin(candidate).control_precision()
+            return question(make_plugin(candidate))
     except BoosterError:
-        return True
+        return default
 
 
 def _total(result: CandidateResult) -> int:
@@ -240,7 +241,6 @@ def make_plugin(candidate: Candidate) -> Plugin:
     return plugin_with_precision(candidate.plugin, candidate.mixed_precision, **candidate.settings)
 
 
-_PARTS = ("parameters", "gradients", "optimizer_states", "activations", "buffers")
 _BEST_MARK = "  <--"
 _HEADINGS = ("parameters", "gradients", "states", "activations", "buffers", "peak", "offloaded", "sent")
 _SAVE_HEADINGS = ("save", "async save")
@@ -405,10 +405,9 @@ def _figures(result: CandidateResult) -> list[int]:
     if result.estimate is None:
         return []
     estimate = result.estimate
-    parts = [getattr(estimate.peak, name) for name in _PARTS]
     saves = estimate.memory.checkpoint
     of_saves = [] if saves is None else [saves.host, saves.async_host]
-    return [*parts, estimate.total, estimate.memory.offloaded, estimate.sent, *of_saves]
+    return [*astuple(estimate.peak), estimate.total, estimate.memory.offloaded, estimate.sent, *of_saves]
 
 
 def _unit_for(most: float) -> tuple[str, float]:

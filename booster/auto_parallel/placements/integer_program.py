@@ -130,16 +130,6 @@ class ReducedProgram:
         return Solution(tuple(choices[node] for node in range(self._num_nodes)), cost, sum(one.memory for one in taken))
 
 
-def _import_scipy() -> tuple[Any, Any]:
-    try:
-        from scipy import optimize, sparse
-    except ImportError as error:
-        raise ConfigError(
-            "the solver of placements needs scipy, which is not installed: pip install 'torch-booster[auto]'"
-        ) from error
-    return optimize, sparse
-
-
 def _remove_excluded(kept: dict[int, NDArray[np.bool_]], edges: Mapping[tuple[int, int], Matrix]) -> bool:
     """Remove choices that no neighbor's choice fits to. Return False if a node has none left."""
     fits = {key: np.isfinite(matrix) for key, matrix in edges.items()}
@@ -212,33 +202,40 @@ def _optimize(
     forbidden: Collection[tuple[int, int]],
 ) -> dict[int, int] | None:
     """Return the choice of each merged node by HiGHS (Huangfu and Hall, 2018), or None if there is none."""
-    optimize, sparse = _import_scipy()
+    try:
+        from scipy import optimize, sparse
+    except ImportError as error:
+        raise ConfigError(
+            "the solver of placements needs scipy, which is not installed: pip install 'torch-booster[auto]'"
+        ) from error
     first: dict[int, int] = {}
     costs: list[float] = []
     for node, one in states.items():
         first[node] = len(costs)
         costs.extend(state.cost for state in one)
     num_choices = len(costs)
-    rows = _Rows()
-    for node, one in states.items():
-        rows.add({first[node] + index: 1.0 for index in range(len(one))}, 1.0, 1.0)
+    rows: list[_Row] = [({first[node] + i: 1.0 for i in range(len(one))}, 1.0, 1.0) for node, one in states.items()]
     for (u, v), matrix in edges.items():
         _add_edge(rows, costs, matrix, first[u], first[v])
     memories = {first[node] + i: state.memory for node, one in states.items() for i, state in enumerate(one)}
     unit = max(map(abs, memories.values()), default=0.0) or 1.0
     if memory_budget is not None:
-        rows.add({key: value / unit for key, value in memories.items() if value}, -math.inf, memory_budget / unit)
+        used = {key: value / unit for key, value in memories.items() if value}
+        rows.append((used, -math.inf, memory_budget / unit))
     scale = max(map(abs, costs), default=0.0) or 1.0  # seconds and bytes are far from the solver's tolerances
     integrality = np.zeros(len(costs))
     integrality[:num_choices] = 1
     most = np.ones(len(costs))
     most[[first[node] + index for node, index in forbidden]] = 0
-    matrix = sparse.csr_array((rows.values, (rows.rows, rows.columns)), shape=(len(rows.low), len(costs)))
+    entries = [(row, column, value) for row, (one, _, _) in enumerate(rows) for column, value in one.items()]
+    row_indices, columns, values = zip(*entries, strict=True)
+    matrix = sparse.csr_array((values, (row_indices, columns)), shape=(len(rows), len(costs)))
+    low, high = [one[1] for one in rows], [one[2] for one in rows]
     found = optimize.milp(
         np.array(costs) / scale,
         integrality=integrality,
         bounds=optimize.Bounds(0, most),
-        constraints=optimize.LinearConstraint(matrix, rows.low, rows.high),
+        constraints=optimize.LinearConstraint(matrix, low, high),
         options={"mip_rel_gap": 0.0},
     )
     if found.x is None:
@@ -246,34 +243,19 @@ def _optimize(
     return {node: int(np.argmax(found.x[first[node] : first[node] + len(one)])) for node, one in states.items()}
 
 
-class _Rows:
-    """Rows of a sparse matrix of constraints, with their bounds."""
-
-    def __init__(self) -> None:
-        self.rows: list[int] = []
-        self.columns: list[int] = []
-        self.values: list[float] = []
-        self.low: list[float] = []
-        self.high: list[float] = []
-
-    def add(self, coefficients: Mapping[int, float], low: float, high: float) -> None:
-        """Add a row with these coefficients by column."""
-        for column, value in coefficients.items():
-            self.rows.append(len(self.low))
-            self.columns.append(column)
-            self.values.append(value)
-        self.low.append(low)
-        self.high.append(high)
+_Row = tuple[dict[int, float], float, float]  # of a sparse matrix of constraints: coefficients by column, and bounds
 
 
-def _add_edge(rows: _Rows, costs: list[float], matrix: Matrix, u: int, v: int) -> None:
+def _add_edge(rows: list[_Row], costs: list[float], matrix: Matrix, u: int, v: int) -> None:
     """Add an edge's constraints, and the products of choices as variables if it has costs."""
     fits = np.isfinite(matrix)
     if not matrix[fits].any():
         for index in range(matrix.shape[0]):
-            rows.add({u + index: 1.0, **{v + int(j): -1.0 for j in np.flatnonzero(fits[index])}}, -math.inf, 0.0)
+            others = {v + int(j): -1.0 for j in np.flatnonzero(fits[index])}
+            rows.append(({u + index: 1.0, **others}, -math.inf, 0.0))
         for index in range(matrix.shape[1]):
-            rows.add({v + index: 1.0, **{u + int(i): -1.0 for i in np.flatnonzero(fits[:, index])}}, -math.inf, 0.0)
+            others = {u + int(i): -1.0 for i in np.flatnonzero(fits[:, index])}
+            rows.append(({v + index: 1.0, **others}, -math.inf, 0.0))
         return
     products: dict[tuple[int, int], int] = {}
     for i, j in np.argwhere(fits).tolist():
@@ -281,7 +263,7 @@ def _add_edge(rows: _Rows, costs: list[float], matrix: Matrix, u: int, v: int) -
         costs.append(float(matrix[i, j]))
     for index in range(matrix.shape[0]):
         own = {column: 1.0 for (i, _), column in products.items() if i == index}
-        rows.add({**own, u + index: -1.0}, 0.0, 0.0)
+        rows.append(({**own, u + index: -1.0}, 0.0, 0.0))
     for index in range(matrix.shape[1]):
         own = {column: 1.0 for (_, j), column in products.items() if j == index}
-        rows.add({**own, v + index: -1.0}, 0.0, 0.0)
+        rows.append(({**own, v + index: -1.0}, 0.0, 0.0))

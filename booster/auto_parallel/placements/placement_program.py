@@ -338,10 +338,8 @@ class PlacementProgram:
     def _connect_style(self, index: int, node: Node) -> None:
         strategies = self._choices[index].strategies
         styles = self._modules[node.name].styles
-        if node.site == "input":
-            fits = [[style.fits_input(one.inputs[0], one.outputs[0]) for one in strategies] for style in styles]
-        else:
-            fits = [[style.fits_output(one.inputs[0], one.outputs[0]) for one in strategies] for style in styles]
+        are_fit = ModuleStyle.fits_input if node.site == "input" else ModuleStyle.fits_output
+        fits = [[are_fit(style, one.inputs[0], one.outputs[0]) for one in strategies] for style in styles]
         self.program.add_edge(self.styles[node.name], self._variables[index], _excluding(fits))
 
     def _connect_gradient(self, index: int, parameter: int) -> None:
