@@ -123,20 +123,12 @@ class ParallelPlan(PluginPlan):
             )
 
     def prepare_model(self, model: nn.Module) -> None:
-        """Give the model's layers the plan's activation checkpointing, in place.
-
-        Raises:
-            ConfigError: The model has other layers, or they have activation checkpointing already.
-        """
+        """Give the model's layers the plan's activation checkpointing, in place; see `PluginPlan.prepare_model`."""
         if self.activation_schedule is not None:
             checkpoint_activations(model, "schedule", schedule=self.activation_schedule)
 
     def check_model(self, model: nn.Module) -> None:
-        """Check that the plan was made for a model of this class and size.
-
-        Raises:
-            ConfigError: It was made for another one.
-        """
+        """Check that the plan was made for a model of this class and size; see `PluginPlan.check_model`."""
         name, numel = type(model).__name__, sum(parameter.numel() for parameter in model.parameters())
         if (name, numel) != (self.model, self.num_parameters):
             raise ConfigError(
@@ -145,13 +137,7 @@ class ParallelPlan(PluginPlan):
             )
 
     def make_plugin(self) -> Plugin:
-        """Return a new plugin with the plan's settings.
-
-        Collective: every rank must call it.
-
-        Raises:
-            ConfigError: The launched world has another size, or the plugin refuses the settings.
-        """
+        """Return a new plugin with the plan's settings; see `PluginPlan.make_plugin`. Collective."""
         self.check_world()
         if self.plugin == ONE_DEVICE:
             return SingleDevicePlugin()

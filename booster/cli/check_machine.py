@@ -217,24 +217,21 @@ def compiler() -> Section:
 
 def kernels() -> Section:
     """Return the status of each kernel: built ("native"), "buildable", or replaced by plain torch ("reference")."""
+    findings = []
     try:
-        findings = _kernels()
+        is_required = kernel_mode() == "native"
+        for kernel in kernel_status(device_type()):
+            problem = None
+            if is_required and kernel.name in KERNELS and kernel.status == "reference":
+                problem = (
+                    f"BOOSTER_KERNELS=native requires kernel {kernel.name}, which is unavailable ({kernel.reason})"
+                )
+            data = {"status": kernel.status, "why": kernel.reason}
+            text = f"{kernel.status} ({kernel.reason})"
+            findings.append(Finding(name=kernel.name, text=text, data=data, problem=problem))
     except ConfigError as error:
         findings = [Finding(name="setting", text=f"WRONG: {error}", problem=str(error))]
     return Section(title="kernels", findings=findings)
-
-
-def _kernels() -> Sequence[Finding]:
-    is_required = kernel_mode() == "native"
-    findings = []
-    for kernel in kernel_status(device_type()):
-        problem = None
-        if is_required and kernel.name in KERNELS and kernel.status == "reference":
-            problem = f"BOOSTER_KERNELS=native requires kernel {kernel.name}, which is unavailable ({kernel.reason})"
-        data = {"status": kernel.status, "why": kernel.reason}
-        text = f"{kernel.status} ({kernel.reason})"
-        findings.append(Finding(name=kernel.name, text=text, data=data, problem=problem))
-    return findings
 
 
 _MinVersion = tuple[int, int] | None  # minimum version, None for any

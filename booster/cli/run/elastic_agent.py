@@ -239,20 +239,19 @@ class ExitRecords:
 
     def with_exit_causes(self, failures: Mapping[int, ProcessFailure]) -> dict[int, RankFailure]:
         """Return torch's failures with their exit causes, see Note [Exit cause]."""
-        return {rank: self._with_exit_cause(failure) for rank, failure in failures.items()}
-
-    def _with_exit_cause(self, failure: ProcessFailure) -> RankFailure:
-        found = RankFailure(
-            host=self.host,
-            local_rank=failure.local_rank,
-            pid=failure.pid,
-            exitcode=failure.exitcode,
-            error_file_data=failure.error_file_data,
-            was_stopped=failure.pid in self.stopped,
-        )
-        if self.exited is not None:
-            # A rank that had written its error report was about to exit by itself.
-            found.by_launcher = failure.pid not in self.exited and report_time(found) > self.checked_ns
+        found: dict[int, RankFailure] = {}
+        for rank, failure in failures.items():
+            found[rank] = RankFailure(
+                host=self.host,
+                local_rank=failure.local_rank,
+                pid=failure.pid,
+                exitcode=failure.exitcode,
+                error_file_data=failure.error_file_data,
+                was_stopped=failure.pid in self.stopped,
+            )
+            if self.exited is not None:
+                # A rank that had written its error report was about to exit by itself.
+                found[rank].by_launcher = failure.pid not in self.exited and report_time(found[rank]) > self.checked_ns
         return found
 
 
