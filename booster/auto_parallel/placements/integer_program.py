@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from booster.errors import ConfigError
 
 Matrix = NDArray[np.float64]
+_Row = tuple[dict[int, float], float, float]  # of a sparse matrix of constraints: coefficients by column, and bounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,9 +242,6 @@ def _optimize(
     if found.x is None:
         return None
     return {node: int(np.argmax(found.x[first[node] : first[node] + len(one)])) for node, one in states.items()}
-
-
-_Row = tuple[dict[int, float], float, float]  # of a sparse matrix of constraints: coefficients by column, and bounds
 
 
 def _add_edge(rows: list[_Row], costs: list[float], matrix: Matrix, u: int, v: int) -> None:
