@@ -59,9 +59,7 @@ class _TrackedStorage:
 class AllocationTracker(TorchDispatchMode):
     """Dispatch mode that tracks the storages of fake tensors; see Note [Simulated training] of `simulation`.
 
-    Args:
-        device: Device whose memory is counted.
-        clock: Clock that operators advance, optional.
+    Operators advance the clock, if there is one.
 
     Attributes:
         counts: Bytes by category.

@@ -76,13 +76,7 @@ class ModuleStyle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StyledModule:
-    """A module that styles apply to.
-
-    Attributes:
-        name: Its name.
-        weight: Name of its weight, as the graph has it.
-        styles: Styles that it may have.
-    """
+    """A module that styles apply to, with the name of its weight in the graph, and the styles that it may have."""
 
     name: str
     weight: str
