@@ -44,13 +44,11 @@ class ParamInfo:
     """Layout information of a parameter.
 
     Attributes:
-        name: Name in the model; the first one of a tied parameter.
         shape: Shape of the full parameter.
         dtype: Dtype in the chunk.
         trains: If False, the parameter is frozen.
     """
 
-    name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     trains: bool
@@ -85,13 +83,11 @@ class ShardRegionInChunk:
     Attributes:
         region_index: Index of the parameter's region among the chunk's regions.
         span: Range in the row-major flattening of the parameter: first element and one past the last.
-        in_chunk: Range in the gathered chunk.
         in_shard: Range in the rank's shard.
     """
 
     region_index: int
     span: tuple[int, int]
-    in_chunk: slice
     in_shard: slice
 
 
@@ -163,36 +159,10 @@ class ChunkLayout:
                 part = ShardRegionInChunk(
                     region_index=index,
                     span=(start - region.start, stop - region.start),
-                    in_chunk=slice(start, stop),
                     in_shard=slice(start - owned.start, stop - owned.start),
                 )
                 parts.append(part)
         return parts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WasteReport:
-    """Waste of a chunk plan.
-
-    Attributes:
-        num_chunks: Number of chunks.
-        used: Number of parameter elements in all chunks.
-        wasted: Number of elements that belong to no parameter.
-    """
-
-    num_chunks: int
-    used: int
-    wasted: int
-
-    @property
-    def ratio(self) -> float:
-        """Fraction of the chunks' elements that is waste, from 0 to 1."""
-        return self.wasted / max(1, self.used + self.wasted)
-
-    def describe(self) -> str:
-        """Return one line for a log."""
-        chunks = "1 chunk" if self.num_chunks == 1 else f"{self.num_chunks} chunks"
-        return f"{chunks} for {self.used:,} elements of parameters, and {self.wasted:,} unused ({self.ratio:.2%})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,12 +172,22 @@ class ChunkPlan:
     Attributes:
         chunks: Chunks, in the order of the first parameter in each.
         chunk_numel: Number of elements of a chunk; the last chunk of a kind and chunks of one parameter may differ.
-        waste: Waste report of the chunks.
     """
 
     chunks: tuple[ChunkLayout, ...]
     chunk_numel: int
-    waste: WasteReport
+
+    @property
+    def wasted_numel(self) -> int:
+        """Number of elements of the chunks that belong to no parameter."""
+        return sum(chunk.numel - chunk.used_numel for chunk in self.chunks)
+
+    def describe(self) -> str:
+        """Return one line for a log."""
+        chunks = "1 chunk" if len(self.chunks) == 1 else f"{len(self.chunks)} chunks"
+        used, wasted = sum(chunk.used_numel for chunk in self.chunks), self.wasted_numel
+        ratio = wasted / max(1, used + wasted)
+        return f"{chunks} for {used:,} elements of parameters, and {wasted:,} unused ({ratio:.2%})"
 
 
 # Note [Filling chunks]
@@ -317,8 +297,7 @@ def plan_chunks(
             regions.append(ParamRegion(index, parameters[index].shape, start, start + numels[index]))
             start += aligned[index]
         chunks.append(ChunkLayout(kind.dtype, kind.trains, draft.numel, num_shards, tuple(regions)))
-    wasted = sum(chunk.numel - chunk.used_numel for chunk in chunks)
-    return ChunkPlan(tuple(chunks), chunk_numel, WasteReport(num_chunks=len(chunks), used=sum(numels), wasted=wasted))
+    return ChunkPlan(tuple(chunks), chunk_numel)
 
 
 def search_chunk_numel(

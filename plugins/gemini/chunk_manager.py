@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
-import torch.distributed as dist
-
-from booster.comm import any_rank, broadcast_numbers, group_size, raise_on_all_ranks
+from booster.comm import any_rank, broadcast_numbers, group_size, is_fake_world, raise_on_all_ranks
+from booster.device import memory_allocated
 from booster.errors import ConfigError
 from booster.plugins.sharding.buffer_pool import Buffer, BufferPool
 from booster.plugins.sharding.collective_order import (
@@ -21,8 +20,10 @@ from booster.plugins.sharding.collective_order import (
 )
 
 from .chunk import Chunk, ChunkParam, finish_transfer
+from .config import GeminiSettings
+from .nvme_tier import DiskTier
 from .placement import ChunkBytes, ChunkLocations, Placement, evictions
-from .tiers import Tier, Transfer
+from .tiers import HostTier, Tier, Transfer
 from .tracer import Cursor, Trace, Tracer
 
 # Note [Order of reductions]
@@ -78,8 +79,6 @@ class GradientReduction:
 
     def _complete(self, chunk: Chunk) -> None:
         manager = self._manager
-        if manager.tracer.is_recording:
-            manager.tracer.record_complete(chunk.index)
         self._completed.append(chunk.index)
         self._is_ready[chunk.index] = True
         if chunk.can_be_released and not manager.is_needed_again(chunk):
@@ -228,48 +227,30 @@ class ChunkManager:
 
     Args:
         chunks: All chunks, by index.
-        negotiation: Negotiation between the ranks of the shard group.
-        device: Device of the compute tier.
+        settings: Sharding settings.
         placement: Placement policy, which sets the memory budget.
-        control_group: All data-parallel ranks, with a CPU backend. None is the world group.
-        make_tier: Factory of the offload tier.
-        max_prefetch: Maximum number of chunks to prefetch.
-        reduces_asynchronously: If True, reductions overlap with backward.
-        other_bytes: Function that returns the known non-chunk bytes in the compute tier.
 
     Attributes:
+        negotiation: Negotiation between the ranks of the shard group.
+        tier: Offload tier; None as long as nothing is offloaded.
         state_bytes: Function that returns the bytes of this rank's master weights and optimizer states of a chunk.
         on_trace: Function called after the traced iteration, if any.
         tracer: Tracer of the current iteration.
     """
 
-    def __init__(
-        self,
-        chunks: Sequence[Chunk],
-        *,
-        negotiation: OrderNegotiation,
-        device: torch.device,
-        placement: Placement,
-        control_group: dist.ProcessGroup | None,
-        make_tier: Callable[[], Tier],
-        max_prefetch: int,
-        reduces_asynchronously: bool,
-        other_bytes: Callable[[], int],
-    ) -> None:
+    def __init__(self, chunks: Sequence[Chunk], settings: GeminiSettings, placement: Placement) -> None:
         self.chunks = list(chunks)
-        self.negotiation = negotiation
+        self._settings = settings
+        self._max_prefetch = settings.config.max_prefetch
+        self.negotiation = OrderNegotiation(settings.order_group, 2 + self._max_prefetch)
         self._replay: OrderReplay[RankRequest, AgreedCollectives] = OrderReplay(self._run)
         self.tier: Tier | None = None
-        self._make_tier = make_tier
-        self._control_group = control_group
-        self.pool = BufferPool(device)
-        self.locations = ChunkLocations(weights=frozenset(), states=frozenset(), kept_gathered=frozenset())
+        self.pool = BufferPool(settings.device)
+        self.locations = ChunkLocations()
         self.trace: Trace | None = None
         self.phase = PassKind.FORWARD
         self.is_whole = False
-        self._placement = placement
-        self._max_prefetch = max_prefetch
-        self.other_bytes = other_bytes
+        self.placement = placement
         self.state_bytes: Callable[[Chunk], int] = adam_state_bytes
         self.tracer = Tracer()
         self._cursor: Cursor | None = None
@@ -284,7 +265,7 @@ class ChunkManager:
         self._gather_budget_at: dict[int, int] = {}
         self._gathered: dict[int, Chunk] = {}
         self.on_trace: Callable[[], None] | None = None
-        self.reduction = GradientReduction(self, is_asynchronous=reduces_asynchronously)
+        self.reduction = GradientReduction(self, is_asynchronous=settings.config.enable_async_reduce)
 
     def note_addresses(self, chunks: Iterable[Chunk]) -> None:
         """Register the addresses of the gathered chunks among these."""
@@ -306,8 +287,19 @@ class ChunkManager:
     def needed_tier(self) -> Tier:
         """Return the offload tier, created on first use."""
         if self.tier is None:
-            self.tier = self._make_tier()
+            config, directory = self._settings.config, self._settings.config.offload_dir
+            if self._settings.device.type != "cpu" and directory is None:
+                self.tier = HostTier(config.pin_memory)
+            elif is_fake_world():
+                self.tier = HostTier(False, name="disk")
+            else:
+                self.tier = DiskTier(None if directory is None else os.fspath(directory))
         return self.tier
+
+    def disk_of_states(self, index: int) -> Tier | None:
+        """Return the tier of a chunk's optimizer states if that is a disk."""
+        is_on_disk = self.tier is not None and self.tier.name == "disk" and index in self.locations.states
+        return self.tier if is_on_disk else None
 
     def sizes(self) -> list[ChunkBytes]:
         """Return the sizes of all chunks as of the last `choose_locations` call."""
@@ -333,10 +325,10 @@ class ChunkManager:
         self._gather_budget_at.clear()
         failure: ConfigError | None = None
         try:
-            found = self._placement.locations(self.sizes(), self.trace)
+            found = self.placement.locations(self.sizes(), self.trace)
         except ConfigError as error:  # raised by all ranks below
             failure = error
-        raise_on_all_ranks(failure, self._control_group)
+        raise_on_all_ranks(failure, self._settings.control_group or self._settings.data_parallel_group)
         return found
 
     @property
@@ -519,7 +511,7 @@ class ChunkManager:
     def _ahead(self, skip: Sequence[int]) -> list[int]:
         if self._is_aside or self.is_whole or self._max_prefetch == 0 or self.trace is None or self._cursor is None:
             return []
-        upcoming = self.trace.upcoming(self._cursor.now + 1, self._max_prefetch, ())
+        upcoming = self.trace.upcoming(self._cursor.now + 1, self._max_prefetch)
         found: list[int] = []
         unneeded = self._releasable(only_unneeded=True)
         taken = self.pool.bytes_in_use - sum(chunk.layout.num_bytes for chunk in unneeded)
@@ -555,7 +547,7 @@ class ChunkManager:
     def _gather_budget(self) -> int:
         now = 0 if self._cursor is None else self._cursor.now
         if now not in self._gather_budget_at:
-            self._gather_budget_at[now] = self._placement.gather_budget(self.sizes(), self.locations, self.trace, now)
+            self._gather_budget_at[now] = self.placement.gather_budget(self.sizes(), self.locations, self.trace, now)
         return self._gather_budget_at[now]
 
     def _evict(self, num_bytes: int, budget: int, *, only_unneeded: bool) -> None:
@@ -637,14 +629,17 @@ class ChunkManager:
             self._last_use[index] = self._clock
         is_backward = self.phase is PassKind.BACKWARD
         if self.tracer.is_recording:
-            self.tracer.record_use(indices, is_backward, self.bytes_in_memory)
+            self.tracer.record_use(indices, is_backward)
         elif self._cursor is not None:
             self._cursor.advance(indices, is_backward)
 
-    def note_other_bytes(self) -> None:
-        """Record the non-chunk memory in the trace."""
+    def note_other_bytes(self, saved_bytes: int) -> None:
+        """Record the non-chunk bytes in the compute tier; without a counter of them, those saved by autograd."""
         if self.tracer.is_recording:
-            self.tracer.record_other_bytes(self.other_bytes())
+            has_counter = self._settings.device.type != "cpu" and not is_fake_world()
+            self.tracer.record_other_bytes(
+                max(0, memory_allocated() - self.bytes_in_memory) if has_counter else saved_bytes
+            )
 
 
 def adam_state_bytes(chunk: Chunk) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -18,42 +18,34 @@ from booster.plugins.sharding.config import DTYPES, ShardedConfig, ShardGroups
 from booster.validation import check_flag, check_replicas, is_count, is_non_nan_number
 
 from .chunk_layout import ChunkLayout
-from .placement import Placement, make_placement
+from .placement import AutoPlacement, ConstPlacement, Placement, StaticPlacement
 from .tiers import Tier
 
 _MEBI = 2**20
+# Arguments of a single policy.
+_POLICY_OF = {
+    "shard_param_frac": "static",
+    "offload_optim_frac": "static",
+    "offload_param_frac": "static",
+    "warmup_non_model_data_ratio": "auto",
+    "steady_cuda_cap_ratio": "auto",
+    "gpu_margin_mem_ratio": "auto",
+}
 _FLAGS = ("enable_gradient_accumulation", "pin_memory", "force_outputs_fp32", "enable_async_reduce")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkSettings:
-    """Chunk sizes in elements.
-
-    Attributes:
-        numel: Fixed chunk size; None for a search.
-        min_numel: Smallest candidate.
-        search_range_numel: Difference between the largest and the smallest size.
-        step_numel: Difference between candidates; None for the model's hidden dimension.
-    """
-
-    numel: int | None
-    min_numel: int
-    search_range_numel: int
-    step_numel: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementConfig:
-    """Options of `GeminiPlugin` that determine the placement of chunks."""
+    """Options of `GeminiPlugin` that determine the placement of chunks, with its defaults."""
 
-    placement_policy: str
-    shard_param_frac: float
-    offload_optim_frac: float
-    offload_param_frac: float
-    warmup_non_model_data_ratio: float
-    steady_cuda_cap_ratio: float
-    gpu_margin_mem_ratio: float
-    strict_ddp_mode: bool
+    placement_policy: str = "static"
+    shard_param_frac: float = 1.0
+    offload_optim_frac: float = 0.0
+    offload_param_frac: float = 0.0
+    warmup_non_model_data_ratio: float = 0.8
+    steady_cuda_cap_ratio: float = 0.9
+    gpu_margin_mem_ratio: float = 0.0
+    strict_ddp_mode: bool = False
 
     @property
     def fingerprint(self) -> list[str]:
@@ -70,30 +62,53 @@ class PlacementConfig:
             device: Device of the compute tier.
 
         Raises:
-            ConfigError: An argument is invalid, or two arguments contradict each other.
+            ConfigError: The policy is unknown, an argument is invalid or belongs to another policy, or two arguments
+                contradict each other.
         """
+        policy, budget = self.placement_policy, device_memory_budget
         check_flag("strict_ddp_mode", self.strict_ddp_mode)
         if self.strict_ddp_mode:
             self._check_strict()
-        if device_memory_budget is None and self.placement_policy == "auto":
-            device_memory_budget = free_memory(device)
-        placement = make_placement(
-            self.placement_policy,
-            shard_param_frac=0.0 if self.strict_ddp_mode else self.shard_param_frac,
-            offload_optim_frac=self.offload_optim_frac,
-            offload_param_frac=self.offload_param_frac,
-            warmup_non_model_data_ratio=self.warmup_non_model_data_ratio,
-            steady_cuda_cap_ratio=self.steady_cuda_cap_ratio,
-            gpu_margin_mem_ratio=self.gpu_margin_mem_ratio,
-            max_prefetch=max_prefetch,
-            budget=device_memory_budget,
-        )
-        if device_memory_budget is None and self.placement_policy == "const":
+        if policy not in ("static", "cuda", "cpu", "const", "auto"):
             raise ConfigError(
-                "placement_policy='const' keeps model data within device_memory_budget bytes, and none are given: give"
-                " device_memory_budget, or choose 'static' or 'auto'"
+                f"placement_policy={policy!r} is unknown: choose one of 'static', 'cuda', 'cpu', 'const', 'auto'"
             )
-        return placement
+        self._refuse_unused()
+        if policy == "auto":
+            return AutoPlacement(
+                budget=free_memory(device) if budget is None else budget,
+                steady_ratio=self.steady_cuda_cap_ratio,
+                warmup_ratio=self.warmup_non_model_data_ratio,
+                gpu_margin_mem_ratio=self.gpu_margin_mem_ratio,
+                max_prefetch=max_prefetch,
+            )
+        if policy == "const":
+            placement = ConstPlacement(budget=budget, max_prefetch=max_prefetch)
+            if budget is None:
+                raise ConfigError(
+                    "placement_policy='const' keeps model data within device_memory_budget bytes, and none are given:"
+                    " give device_memory_budget, or choose 'static' or 'auto'"
+                )
+            return placement
+        is_cpu = policy == "cpu"
+        return StaticPlacement(
+            shard_param_frac=0.0 if self.strict_ddp_mode else self.shard_param_frac,
+            offload_optim_frac=1.0 if is_cpu else self.offload_optim_frac,
+            offload_param_frac=1.0 if is_cpu else self.offload_param_frac,
+            max_prefetch=max_prefetch,
+            budget=budget,
+        )
+
+    def _refuse_unused(self) -> None:
+        """Refuse non-default values of arguments that belong to another policy."""
+        defaults = {field.name: field.default for field in fields(self)}
+        for name, owner in _POLICY_OF.items():
+            value = getattr(self, name)
+            if owner != self.placement_policy and value != defaults[name]:
+                raise ConfigError(
+                    f"{name}={value!r} is for placement_policy={owner!r}, and has no effect for"
+                    f" {self.placement_policy!r}: leave it out, or choose {owner!r}"
+                )
 
     def _check_strict(self) -> None:
         """Check that all weights can stay unsharded."""
@@ -139,15 +154,19 @@ class GeminiConfig(ShardedConfig):
     placement: PlacementConfig
 
     @property
-    def chunks(self) -> ChunkSettings:
-        """Chunk sizes."""
-        config = {} if self.chunk_config_dict is None else self.chunk_config_dict
-        return ChunkSettings(
-            numel=config.get("chunk_size"),
-            min_numel=max(1, int(self.min_chunk_size_m * _MEBI)),
-            search_range_numel=int(self.search_range_m * _MEBI),
-            step_numel=self.hidden_dim,
-        )
+    def chunk_numel(self) -> int | None:
+        """Number of elements of a chunk; None for a search."""
+        return None if self.chunk_config_dict is None else self.chunk_config_dict["chunk_size"]
+
+    @property
+    def min_chunk_numel(self) -> int:
+        """Number of elements of the smallest chunk of the search."""
+        return max(1, int(self.min_chunk_size_m * _MEBI))
+
+    @property
+    def search_range_numel(self) -> int:
+        """Difference between the largest and the smallest chunk of the search."""
+        return int(self.search_range_m * _MEBI)
 
     def check(self, world_size: int) -> None:
         if not isinstance(self.precision, str) or self.precision not in DTYPES:

@@ -277,9 +277,6 @@ class ModuleHooks:
         model: The user's model.
         manager: Manager of the chunks.
         params: Chunk parameter of each parameter by its `id`.
-
-    Attributes:
-        saved_bytes: Bytes saved by autograd, as far as they are counted.
     """
 
     def __init__(self, model: nn.Module, manager: ChunkManager, params: dict[int, ChunkParam]) -> None:
@@ -287,7 +284,7 @@ class ModuleHooks:
         self._params: dict[int, ChunkParam] = {}
         self._running: list[_RunningModule] = []
         self._again = _RunningModule(None)
-        self.saved_bytes = 0
+        self._saved_bytes = 0
         self._times_saved: Counter[int] = Counter()
         self._saved = SavedTensors(self)
         self._handles: list[Any] = []
@@ -481,15 +478,15 @@ class ModuleHooks:
         """Count memory saved by autograd; memory saved several times counts once."""
         self._times_saved[address] += 1
         if self._times_saved[address] == 1:
-            self.saved_bytes += num_bytes
-            self._manager.note_other_bytes()
+            self._saved_bytes += num_bytes
+            self._manager.note_other_bytes(self._saved_bytes)
 
     def note_released(self, address: int, num_bytes: int) -> None:
         """Count memory released by autograd."""
         self._times_saved[address] -= 1
         if self._times_saved[address] == 0:
             del self._times_saved[address]
-            self.saved_bytes -= num_bytes
+            self._saved_bytes -= num_bytes
 
 
 class _ForwardHook:

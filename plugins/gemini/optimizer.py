@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 from booster.comm import all_reduce_sum, any_rank, collective_device, group_size
 from booster.core.shard_aware import shard_state, update_master
 from booster.errors import ConfigError
-from booster.interface import LossScaler, Shard, Shards, TensorSlice, TensorSpec
-from booster.plugins.sharding.optimizer import ShardedOptimizer, ShardedOptimizerState
+from booster.interface import Shard, Shards, TensorSlice, TensorSpec
+from booster.plugins.sharding.optimizer import ShardedOptimizer
+from booster.plugins.sharding.optimizer_state import ShardedOptimizerState
 from booster.plugins.sharding.step_in_parts import step_in_parts
 
 from .chunk import Chunk, ChunkParam
@@ -59,32 +60,19 @@ class GeminiOptimizer(ShardedOptimizer):
         optim: The user's optimizer, elementwise or `ShardAware`.
         model: The boosted model, with its chunks.
         settings: Sharding settings.
-        loss_scaler: Loss scaler for fp16; optional, defaults to no scaling.
-        is_primary: If True, this rank saves what is equal on all ranks.
-        updates_on_host: If True, all optimizer states are in host memory beside an accelerator, on all ranks.
     """
 
     model: GeminiModel
 
-    def __init__(
-        self,
-        optim: Optimizer,
-        model: GeminiModel,
-        settings: GeminiSettings,
-        *,
-        loss_scaler: LossScaler | None = None,
-        is_primary: bool = True,
-        updates_on_host: bool = False,
-    ) -> None:
+    def __init__(self, optim: Optimizer, model: GeminiModel, settings: GeminiSettings) -> None:
         super().__init__(
             optim,
             model,
-            data_parallel_group=settings.data_parallel_group,
-            shard_group=settings.shard_group,
-            updates_on_host=updates_on_host,
+            settings,
+            updates_on_host=model.manager.placement.offloads_all_states,
             clip=settings.config.clip,
-            loss_scaler=loss_scaler,
-            is_primary=is_primary,
+            loss_scaler=settings.config.new_loss_scaler(),
+            is_primary=settings.is_first,
         )
         self._settings = settings
         self._manager = model.manager
@@ -109,9 +97,9 @@ class GeminiOptimizer(ShardedOptimizer):
             update = ChunkUpdate(chunk, group_of, is_primary=self._settings.is_primary)
             self._updates[chunk.index] = update
             self._replace_in_groups(update)
-            tier = self._manager.tier
-            if tier is not None and tier.name == "disk" and chunk.index in self._manager.locations.states:
-                update.offload_states(self.optim, tier)
+            disk = self._manager.disk_of_states(chunk.index)
+            if disk is not None:
+                update.offload_states(self.optim, disk)
         self._note_shards()
 
     def _note_shards(self) -> None:
@@ -157,8 +145,9 @@ class GeminiOptimizer(ShardedOptimizer):
                 update = self._replace_shards(update)
             else:
                 update.point()
-            if states_tier is not None and states_tier.name == "disk":
-                update.offload_states(self.optim, states_tier)
+            disk = manager.disk_of_states(chunk.index)
+            if disk is not None:
+                update.offload_states(self.optim, disk)
             else:
                 update.fetch_states(self.optim)
         manager.note_addresses(manager.chunks)
@@ -270,33 +259,26 @@ class GeminiOptimizer(ShardedOptimizer):
     def _fetch_weights(self) -> None:
         self._wait_for_copies()
 
-    def _update_parameters(self) -> None:
-        self._is_stepping = True
-        try:
-            self._run_on_all_ranks(self._step_chunks)
-        finally:
-            self._is_stepping = False
-        if self._accumulation.num_backwards == 0:
-            return
+    def _finish_step(self) -> None:
         self.model.weights_changed()
         if not self._has_stepped:  # the states exist now, and their size is known
             self._has_stepped = True
             self._migrate_chunks()
 
-    def _step_chunks(self) -> None:
-        tier = self._manager.tier
-        on_disk = self._manager.locations.states if tier is not None and tier.name == "disk" else frozenset()
-        together = [update for index, update in self._updates.items() if index not in on_disk]
-        calls = [together] if together or not on_disk else []
-        calls += [[update] for index, update in self._updates.items() if index in on_disk]
+    def _step_shards(self) -> None:
+        disk_of = {index: self._manager.disk_of_states(index) for index in self._updates}
+        together = [update for index, update in self._updates.items() if disk_of[index] is None]
+        alone = [[update] for index, update in self._updates.items() if disk_of[index] is not None]
+        calls = [together, *alone] if together or not alone else alone
 
         def step(number: int) -> None:
-            members = calls[number]
-            self._step_some(members)
-            if tier is not None and members and members[0].chunk.index in on_disk:
-                for one in members[0].owned:
-                    one.shard.parameter.grad = None  # it is done, should the disk fail now
-                members[0].offload_states(self.optim, tier)
+            self._step_some(calls[number])
+            for update in calls[number]:
+                disk = disk_of[update.chunk.index]
+                if disk is not None:
+                    for one in update.owned:
+                        one.shard.parameter.grad = None  # it is done, should the disk fail now
+                    update.offload_states(self.optim, disk)
 
         parts = [[one.shard.parameter for update in members for one in update.owned] for members in calls]
         step_in_parts(self.optim, parts, step)
@@ -358,15 +340,9 @@ class GeminiOptimizer(ShardedOptimizer):
 
     def new_state(self, parameter: nn.Parameter, key: str, dtype: torch.dtype) -> torch.Tensor | None:
         """Allocate disk space for a shard's state, or return None if the state belongs in memory."""
-        tier, update = self._manager.tier, self._update_of.get(id(parameter))
-        if (
-            tier is None
-            or tier.name != "disk"
-            or update is None
-            or update.chunk.index not in self._manager.locations.states
-        ):
-            return None
-        return update.new_state(parameter, key, dtype, tier)
+        update = self._update_of.get(id(parameter))
+        disk = None if update is None else self._manager.disk_of_states(update.chunk.index)
+        return None if update is None or disk is None else update.new_state(parameter, key, dtype, disk)
 
     def local_gradients(self) -> dict[str, torch.Tensor]:
         found = {param.name: param.chunk.local_gradient(param) for param in self._trained_params()}

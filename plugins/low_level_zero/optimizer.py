@@ -13,14 +13,10 @@ from torch.optim import Optimizer
 from booster.comm import group_size
 from booster.core.shard_aware import shard_state
 from booster.errors import CheckpointError
-from booster.interface import LossScaler, Shard, Shards, shard_spec_of
+from booster.interface import Shard, Shards, shard_spec_of
 from booster.plugins.sharding.config import ShardGroups, ZeroConfig
-from booster.plugins.sharding.optimizer import (
-    ShardedOptimizer,
-    ShardedOptimizerState,
-    ShardedPendingGradients,
-    replaced_memory_error,
-)
+from booster.plugins.sharding.optimizer import ShardedOptimizer, replaced_memory_error
+from booster.plugins.sharding.optimizer_state import ShardedOptimizerState, ShardedPendingGradients
 from booster.plugins.sharding.step_in_parts import Arrival
 
 from .flat_params import FlatGroup
@@ -112,7 +108,6 @@ class ZeroOptimizer(ShardedOptimizer):
         expert_groups: The same for the experts of expert parallelism (`ShardSpec.is_expert`), which fewer ranks hold.
             Their gradients are summed over those; each rank's are of the tokens of all ranks that share the experts.
         part: Part of the model that this rank holds; optional, defaults to all of it.
-        loss_scaler: Loss scaler for fp16; optional, defaults to no scaling.
         is_primary: If True, this rank saves what is equal on all ranks.
     """
 
@@ -127,22 +122,19 @@ class ZeroOptimizer(ShardedOptimizer):
         *,
         expert_groups: ShardGroups | None = None,
         part: ModelPart | None = None,
-        loss_scaler: LossScaler | None = None,
         is_primary: bool = True,
     ) -> None:
         super().__init__(
             optim,
             model,
-            data_parallel_group=groups.data_parallel_group,
-            shard_group=groups.shard_group,
-            grad_norm_group=groups.grad_norm_group,
+            groups,
             updates_on_host=config.cpu_offload,
             clip=config.clip,
-            loss_scaler=loss_scaler,
+            loss_scaler=config.new_loss_scaler(),
             is_primary=is_primary,
         )
         self._config = config
-        self._groups, self._expert_groups = groups, expert_groups or groups
+        self._expert_groups = expert_groups or groups
         self._part = ModelPart() if part is None else part
         self._flat_groups: list[FlatGroup] = []
         for index in range(len(optim.param_groups)):
@@ -286,13 +278,9 @@ class ZeroOptimizer(ShardedOptimizer):
 
     def _update_parameters(self) -> None:
         self._fetch_weights()
-        self._is_stepping = True
-        try:
-            self._run_on_all_ranks(self._step_shards)
-        finally:
-            self._is_stepping = False
-        if self._accumulation.num_backwards == 0:
-            return
+        super()._update_parameters()
+
+    def _finish_step(self) -> None:
         self._restore_memory()
         self._publish_weights(are_weights_written=self._accumulation.factors is not None)
 
