@@ -247,7 +247,6 @@ class ChunkManager:
         self.tier: Tier | None = None
         self.pool = BufferPool(settings.device)
         self.locations = ChunkLocations()
-        self.trace: Trace | None = None
         self.phase = PassKind.FORWARD
         self.is_whole = False
         self.placement = placement
@@ -278,9 +277,14 @@ class ChunkManager:
         self.chunks += chunks
         self._last_use += [0] * len(chunks)
         self.note_addresses(chunks)
-        self.trace = self._cursor = self._sizes = None
+        self._cursor = self._sizes = None
         self._gather_budget_at.clear()
         self.reduction.add(chunks)
+
+    @property
+    def trace(self) -> Trace | None:
+        """Trace of an iteration, or None before the first."""
+        return None if self._cursor is None else self._cursor.trace
 
     # Placement.
 
@@ -347,10 +351,10 @@ class ChunkManager:
         if not self.is_whole:
             self._begin_pass(PassKind.FORWARD, trains)
         self._current = ()
-        if self.trace is None:
+        if self._cursor is None:
             if trains and not self.tracer.is_recording:
                 self.tracer.begin()
-        elif not self._awaits_backward and self._cursor is not None:
+        elif not self._awaits_backward:
             self._cursor.restart()
         self._awaits_backward = trains
 
@@ -392,9 +396,8 @@ class ChunkManager:
         self.reduction.finish_backward()
         self.release_all()
         if self.tracer.is_recording:
-            self.trace = self.tracer.finish()
+            self._cursor = Cursor(self.tracer.finish())
             self._gather_budget_at.clear()
-            self._cursor = Cursor(self.trace)
             if self.on_trace is not None:
                 self.on_trace()
         self.restart()
@@ -509,9 +512,9 @@ class ChunkManager:
             self.negotiate(ahead)
 
     def _ahead(self, skip: Sequence[int]) -> list[int]:
-        if self._is_aside or self.is_whole or self._max_prefetch == 0 or self.trace is None or self._cursor is None:
+        if self._is_aside or self.is_whole or self._max_prefetch == 0 or self._cursor is None:
             return []
-        upcoming = self.trace.upcoming(self._cursor.now + 1, self._max_prefetch)
+        upcoming = self._cursor.trace.upcoming(self._cursor.now + 1, self._max_prefetch)
         found: list[int] = []
         unneeded = self._releasable(only_unneeded=True)
         taken = self.pool.bytes_in_use - sum(chunk.layout.num_bytes for chunk in unneeded)
@@ -565,26 +568,22 @@ class ChunkManager:
         """Chunks that may be released, or only those without another use in this iteration, according to the trace."""
         gathered = self._gathered.values()
         found = [chunk for chunk in gathered if chunk.can_be_released and chunk.index not in self._protected]
-        if not only_unneeded:
-            return found
-        if self.trace is None or self._cursor is None:
-            return []
-        end = len(self.trace.events)
-        uses = ((chunk, self._next_use(chunk.index)) for chunk in found)
-        return [chunk for chunk, next_use in uses if next_use is None or next_use >= end]
+        if only_unneeded:
+            return [chunk for chunk in found if self._cursor is not None and not self.is_needed_again(chunk)]
+        return found
 
     def _next_use(self, index: int) -> int | None:
-        if self.trace is not None and self._cursor is not None:
-            return self.trace.next_use(index, self._cursor.now + 1)
+        if self._cursor is not None:
+            return self._cursor.trace.next_use(index, self._cursor.now + 1)
         # Without a trace, backward visits chunks in reverse, so the least recently used one is needed last.
         return self._clock - self._last_use[index]
 
     def is_needed_again(self, chunk: Chunk) -> bool:
         """Whether this iteration uses a chunk's weights again, according to the trace."""
-        if self.trace is None or self._cursor is None:
+        if self._cursor is None:
             return any(param.num_saved > 0 for param in chunk.params)
-        next_use = self.trace.next_use(chunk.index, self._cursor.now + 1)
-        return next_use is not None and next_use < len(self.trace.events)
+        next_use = self._next_use(chunk.index)
+        return next_use is not None and next_use < len(self._cursor.trace.events)
 
     # Events.
 

@@ -159,10 +159,12 @@ class Cursor:
         lookahead: Search distance in events.
 
     Attributes:
+        trace: Trace to follow.
         now: Number of the last event reached, initially 0.
     """
 
     def __init__(self, trace: Trace, lookahead: int = 64) -> None:
+        self.trace = trace
         self._lookahead = lookahead
         self._positions: dict[tuple[tuple[int, ...], bool], list[int]] = {}
         for now, event in enumerate(trace.events):

@@ -337,21 +337,10 @@ class ZeroOptimizer(ShardedOptimizer):
         return self._expert_groups if is_expert else self._groups
 
     def local_gradients(self) -> dict[str, torch.Tensor]:
-        """Return this rank's unreduced, scaled gradients by name, in the parameters' shapes."""
         found = {one.name: one.local for one in self._reducer.param_grads}
         return {name: gradient for name, gradient in found.items() if gradient is not None}
 
     def reduced_gradients(self, allocate: Collection[str] | None = None) -> list[tuple[Shard, torch.Tensor]]:
-        """Return the reduced gradients, summed over the ranks, shard by shard, without a copy.
-
-        Those that are summed over replicas already are returned on the primary one, and zeros on the others.
-
-        Args:
-            allocate: If given, drop all gradients and allocate zeros for these parameters, for the caller to fill.
-
-        Without `allocate`, collective over the data-parallel ranks. With it, no communication; all ranks must pass the
-        same names.
-        """
         if allocate is None:
             self._reducer.sync_used_params()
         else:
@@ -360,14 +349,13 @@ class ZeroOptimizer(ShardedOptimizer):
         for bucket in self._reducer.buckets:
             sums = bucket.grad_shard
             if sums is not None and bucket.is_summed and not bucket.group.groups.is_primary:
-                sums = torch.zeros_like(sums)
+                sums = torch.zeros_like(sums)  # summed over the replicas already, and returned on the primary one
             if sums is not None:
                 used = (owned for param_grad, owned in bucket.owned if param_grad.is_used)
                 found += [(owned.shard, sums[owned.range.range_in_shard]) for owned in used]
         return found
 
     def set_local_gradient(self, name: str, gradient: torch.Tensor) -> None:
-        """Set this rank's unreduced gradient of a parameter."""
         param_grad = next(param_grad for param_grad in self._reducer.param_grads if param_grad.name == name)
         self._reducer.set_local(param_grad, gradient)
 

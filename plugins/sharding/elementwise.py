@@ -26,7 +26,6 @@ from booster.rng_state import get_rng_state, set_rng_state, set_seed
 
 from .optimizer_copy import (
     CheckFailed,
-    CopyError,
     ParamKey,
     TrialResult,
     check_is_conclusive,
@@ -214,8 +213,7 @@ class TrialSteps:
             seed: Seed of the process's random number generators.
 
         Raises:
-            CopyError: The optimizer can't be copied.
-            CheckFailed: Its step raised.
+            CheckFailed: The optimizer can't be copied, or its step raised.
         """
         set_seed(seed)
         full_params = {param_key: self._make_parameter(param_key) for param_key in self._shapes}
@@ -344,55 +342,42 @@ def find_obstacle(optimizer: Optimizer) -> str | None:
     Args:
         optimizer: The user's optimizer, with unsharded parameters.
     """
+    shapes: dict[ParamKey, tuple[int, ...]] = {}
+    spans_of_ranks: tuple[dict[ParamKey, Span], dict[ParamKey, Span]] = ({}, {})
+    for index, is_large in enumerate(large_groups(optimizer.param_groups)):
+        sizes, cuts = (_SHAPES, _FIRST_SHARD) if is_large else (_SMALL_SHAPES, _SMALL_FIRST_SHARD)
+        for number, (shape, cut) in enumerate(zip(sizes, cuts, strict=True)):
+            if optimizer.param_groups[index]["params"]:
+                shapes[index, number] = shape
+                spans_of_ranks[0][index, number] = (0, cut)
+                spans_of_ranks[1][index, number] = (cut, math.prod(shape))
     with isolated_trial(optimizer):
-        trial = _ShardTrial(optimizer)
+        steps = TrialSteps(optimizer, shapes)
         try:
-            trial.compare()
-        except CopyError as error:
-            return f"{error}, so it could not be tried out"
+            full = steps.run()
+            check_is_conclusive(full)
+            check_state_shapes(full, shapes)
+            what = "one-dimensional shards of parameters"
+            ranks = [steps.run(partial(_repoint, spans=spans), what=what, spans=spans) for spans in spans_of_ranks]
+            compare(full, ranks, shapes)
         except CheckFailed as found:
-            return _RANDOM if trial.is_random() else str(found)
+            return _RANDOM if _is_random(steps) else str(found)
     return None
 
 
-class _ShardTrial:
-    """Trial on shards of parameters; see Note [Elementwise trial]."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._shapes: dict[ParamKey, tuple[int, ...]] = {}
-        self._spans: tuple[dict[ParamKey, tuple[int, int]], dict[ParamKey, tuple[int, int]]] = ({}, {})
-        for index, is_large in enumerate(large_groups(optimizer.param_groups)):
-            shapes, cuts = (_SHAPES, _FIRST_SHARD) if is_large else (_SMALL_SHAPES, _SMALL_FIRST_SHARD)
-            if optimizer.param_groups[index]["params"]:
-                for number, (shape, cut) in enumerate(zip(shapes, cuts, strict=True)):
-                    self._shapes[index, number] = shape
-                    self._spans[0][index, number] = (0, cut)
-                    self._spans[1][index, number] = (cut, math.prod(shape))
-        self._steps = TrialSteps(optimizer, self._shapes)
-
-    def compare(self) -> None:
-        """Raise CheckFailed if shards are updated differently from full parameters."""
-        full = self._steps.run()
-        check_is_conclusive(full)
-        check_state_shapes(full, self._shapes)
-        what = "one-dimensional shards of parameters"
-        ranks = [self._steps.run(partial(_repoint, spans=spans), what=what, spans=spans) for spans in self._spans]
-        compare(full, ranks, self._shapes)
-
-    def is_random(self) -> bool:
-        """Return whether the result depends on the random seed."""
-        try:
-            first, second = (self._steps.run(seed=seed).weights for seed in (1, 2))
-        except CheckFailed:
-            return False
-        return any(
-            not torch.allclose(first[param_key], second[param_key], rtol=0, atol=0, equal_nan=True)
-            for param_key in first
-        )
+def _is_random(steps: TrialSteps) -> bool:
+    """Return whether the result of full parameters depends on the random seed."""
+    try:
+        first, second = (steps.run(seed=seed).weights for seed in (1, 2))
+    except CheckFailed:
+        return False
+    return any(
+        not torch.allclose(first[param_key], second[param_key], rtol=0, atol=0, equal_nan=True) for param_key in first
+    )
 
 
 def _repoint(
-    copied: Optimizer, full_params: Mapping[ParamKey, nn.Parameter], spans: Mapping[ParamKey, tuple[int, int]]
+    copied: Optimizer, full_params: Mapping[ParamKey, nn.Parameter], spans: Mapping[ParamKey, Span]
 ) -> Mapping[ParamKey, nn.Parameter]:
     """Replace full parameters by a rank's shards, as the plugin does, and return them."""
     held: dict[ParamKey, nn.Parameter] = {}
@@ -423,7 +408,7 @@ def _kind_of(value: Any) -> str:
     return repr(value) if isinstance(value, (bool, int, str, type(None))) else type(value).__name__
 
 
-def _shard(full: nn.Parameter, span: tuple[int, int], group_index: int) -> Shard:
+def _shard(full: nn.Parameter, span: Span, group_index: int) -> Shard:
     return Shard(
         name="probe",
         global_shape=tuple(full.shape),
@@ -462,8 +447,6 @@ def find_coupling(optimizer: Optimizer) -> str | None:
         trial = _SubsetTrial(optimizer)
         try:
             full = trial.run_as_they_are()
-        except CopyError as error:
-            return f"{error}, so it could not be tried out"
         except CheckFailed as found:
             return str(found)
         try:
