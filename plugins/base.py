@@ -71,11 +71,7 @@ class PluginConfig(ABC):
 
     @abstractmethod
     def check(self, world_size: int) -> None:
-        """Check all options.
-
-        Raises:
-            ConfigError: An option is invalid.
-        """
+        """Raise `ConfigError` if an option is invalid."""
 
     @property
     def fingerprint(self) -> list[str]:

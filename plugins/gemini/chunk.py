@@ -466,12 +466,7 @@ class Chunk:
 
     @torch.no_grad()
     def on_grad_ready(self, param: ChunkParam, take_buffer: Callable[[int], Buffer]) -> None:
-        """Move a gradient from `.grad` into the gradient buffer.
-
-        Args:
-            param: Parameter of the gradient.
-            take_buffer: Function that returns a buffer of the given bytes.
-        """
+        """Move a gradient from `.grad` into the gradient buffer, which `take_buffer` returns for a number of bytes."""
         gradient = param.parameter.grad
         assert gradient is not None, "the gradient has arrived"
         if self._gradient is None and self.gathered is not None and self._may_overwrite(param):

@@ -39,12 +39,7 @@ from .tracer import Cursor, Trace, Tracer
 
 
 class GradientReduction:
-    """Gradient reduction of all chunks.
-
-    Args:
-        manager: Manager of the chunks.
-        is_asynchronous: If True, reductions overlap with backward.
-    """
+    """Gradient reduction of all chunks, which overlaps with backward if it is asynchronous."""
 
     def __init__(self, manager: ChunkManager, *, is_asynchronous: bool) -> None:
         self._manager = manager
@@ -201,11 +196,7 @@ class GradientReduction:
     # Between backwards.
 
     def reset(self, *, keeps_use: bool = False) -> None:
-        """Drop the gradients of the accumulation.
-
-        Args:
-            keeps_use: If True, parameters that had a gradient continue with a zero gradient.
-        """
+        """Drop the gradients of the accumulation; with `keeps_use`, parameters that had one keep a gradient of zero."""
         self.finish_all()
         for chunk in self._manager.chunks:
             buffer = chunk.drop_gradients()
@@ -343,11 +334,7 @@ class ChunkManager:
     # Iterations.
 
     def begin_forward(self, *, trains: bool) -> None:
-        """Start a forward of the outermost module. Collective.
-
-        Args:
-            trains: If True, a backward follows.
-        """
+        """Start a forward of the outermost module, which a backward follows if it `trains`. Collective."""
         if not self.is_whole:
             self._begin_pass(PassKind.FORWARD, trains)
         self._current = ()

@@ -102,11 +102,7 @@ class _CountedOther(_SavedOther):
 
 
 class SavedTensors:
-    """Saved-tensor hooks of a model's forward; see Note [Saved weights].
-
-    Args:
-        source: Provider of the chunks.
-    """
+    """Saved-tensor hooks of a model's forward; see Note [Saved weights]."""
 
     def __init__(self, source: ModuleHooks) -> None:
         self._source = source
@@ -271,13 +267,7 @@ class HookedParameters(dict[str, Any]):
 
 
 class ModuleHooks:
-    """Hooks of a model.
-
-    Args:
-        model: The user's model.
-        manager: Manager of the chunks.
-        params: Chunk parameter of each parameter by its `id`.
-    """
+    """Hooks of the user's model, given the chunk parameter of each parameter by its `id`."""
 
     def __init__(self, model: nn.Module, manager: ChunkManager, params: dict[int, ChunkParam]) -> None:
         self._manager = manager

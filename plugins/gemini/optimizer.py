@@ -24,11 +24,7 @@ from .shard_update import ChunkUpdate, is_elementwise_state, migrate_master
 
 
 class GeminiOptimizerState(ShardedOptimizerState):
-    """Checkpoint view of an optimizer with states that may be offloaded to disk, where they are read and written.
-
-    Args:
-        optimizer: Optimizer to save or load.
-    """
+    """Checkpoint view of an optimizer with states that may be offloaded to disk, where they are read and written."""
 
     optimizer: GeminiOptimizer
 

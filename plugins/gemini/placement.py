@@ -85,12 +85,9 @@ def largest_gathered(sizes: Sequence[ChunkBytes], kept: Set[int]) -> int:
 
 
 def min_gather_bytes(sizes: Sequence[ChunkBytes], kept: Set[int], event: TraceEvent | None) -> int:
-    """Return the minimum bytes of gathered weights and gradient buffers that a rank needs to compute.
+    """Return the minimum bytes of gathered weights and gradient buffers that a rank needs to compute at an event.
 
-    Args:
-        sizes: Sizes of the chunks, by index.
-        kept: Chunks that stay gathered; only their gradient buffers count.
-        event: Event of the trace; None for the maximum over all events.
+    None for the maximum over all events. Of kept chunks, which stay gathered, only the gradient buffers count.
     """
     least = largest_gathered(sizes, kept) + max((size.gathered for size in sizes if size.trains), default=0)
     if event is None:
@@ -104,13 +101,9 @@ def min_gather_bytes(sizes: Sequence[ChunkBytes], kept: Set[int], event: TraceEv
 def min_budget_bytes(
     sizes: Sequence[ChunkBytes], kept: Set[int], trace: Trace | None, *, counts_others: bool = True
 ) -> int:
-    """Return the maximum over all events of the minimum gather bytes plus memory that is not model data.
+    """Return the maximum over all events of the minimum gather bytes, and of memory that is not model data with them.
 
-    Args:
-        sizes: Sizes of the chunks, by index.
-        kept: Chunks that stay gathered.
-        trace: Trace of an iteration, or None.
-        counts_others: If True, include activations and temporaries.
+    Without `counts_others` activations and temporaries are left out.
     """
     most = min_gather_bytes(sizes, kept, None)
     for now, event in enumerate(trace.events if trace is not None else ()):
@@ -130,13 +123,7 @@ def other_bytes_at(trace: Trace | None, now: int) -> int:
 
 
 def last_of(chunks: Iterable[int], sizes: Sequence[ChunkBytes], fraction: float) -> frozenset[int]:
-    """Return the last chunks whose gathered bytes are at least a fraction of those of all given chunks.
-
-    Args:
-        chunks: Chunk indices in the order of use.
-        sizes: Sizes of the chunks, by index.
-        fraction: From 0 (no chunk) to 1 (all chunks).
-    """
+    """Return the last chunks, in the order of use, with at least a fraction of the gathered bytes of all given ones."""
     numbers = list(chunks)
     missing = _exactly(fraction) * sum(sizes[chunk].gathered for chunk in numbers)
     taken = []
@@ -261,11 +248,7 @@ class Placement(ABC):
 
     @abstractmethod
     def locations(self, sizes: Sequence[ChunkBytes], trace: Trace | None) -> ChunkLocations:
-        """Return the locations of all chunks.
-
-        Args:
-            sizes: Sizes of the chunks, by index.
-            trace: Trace of an iteration, or None before the first.
+        """Return the locations of all chunks, given their sizes by index, and the trace once there is one.
 
         Raises:
             ConfigError: The budget is too small for any placement.

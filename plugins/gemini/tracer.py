@@ -29,11 +29,7 @@ class TraceEvent:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Trace of one iteration. Events are numbered from 0.
-
-    Attributes:
-        events: Events in order.
-    """
+    """Trace of one iteration. Events are numbered from 0."""
 
     events: tuple[TraceEvent, ...]
     # Per chunk: the events that need it, ascending.
@@ -58,14 +54,7 @@ class Trace:
         """Return the first event from `now` on that needs a chunk, in O(log n).
 
         A chunk without another use in this iteration gets its first use in the next one, whose event numbers continue
-        this one's. So the results for two chunks are comparable.
-
-        Args:
-            chunk: Index of the chunk.
-            now: Event number, from 0 to the number of events.
-
-        Returns:
-            The event number, or None for a chunk that is never used.
+        this one's. So the results for two chunks are comparable. None for a chunk that is never used.
         """
         positions = self._uses.get(chunk)
         if positions is None:
@@ -74,12 +63,7 @@ class Trace:
         return positions[index] if index < len(positions) else len(self.events) + positions[0]
 
     def upcoming(self, now: int, limit: int) -> list[int]:
-        """Return the next chunks needed in this iteration, in order of use.
-
-        Args:
-            now: First event to consider, from 0 to the number of events.
-            limit: Maximum number of chunks.
-        """
+        """Return the next chunks needed in this iteration from event `now` on, at most `limit`, in order of use."""
         found: dict[int, None] = {}
         if limit > 0:
             arrivals = range(bisect_left(self._arrivals, (now + 1, -1)), len(self._arrivals))
@@ -114,12 +98,7 @@ class Tracer:
         self._early_bytes = 0
 
     def record_use(self, chunks: Iterable[int], is_backward: bool) -> None:
-        """Record the start of a module that needs chunks.
-
-        Args:
-            chunks: Indices of the chunks; duplicates are ignored.
-            is_backward: True for the module's backward.
-        """
+        """Record the start of a module's forward or backward that needs these chunks; duplicates are ignored."""
         assert self.is_recording, "an event was recorded outside of an iteration"
         self._events.append(
             TraceEvent(
@@ -178,12 +157,7 @@ class Cursor:
         self._reach = self._lookahead
 
     def advance(self, chunks: Iterable[int], is_backward: bool) -> int:
-        """Advance to the next event that needs the same chunks, and return its number.
-
-        Args:
-            chunks: Indices of the chunks that the module needs, in the recorded order.
-            is_backward: True for the module's backward.
-        """
+        """Advance to the next event that needs the same chunks, in this order, and return its number."""
         positions = self._positions.get((tuple(dict.fromkeys(chunks)), is_backward), [])
         index = bisect_left(positions, self._next)
         if index < len(positions) and positions[index] < self._next + self._reach:

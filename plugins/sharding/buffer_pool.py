@@ -51,11 +51,7 @@ class Buffer:
 
 
 class BufferPool:
-    """Pool of buffers on one device.
-
-    Args:
-        device: Device of the buffers.
-    """
+    """Pool of buffers on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

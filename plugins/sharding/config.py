@@ -51,11 +51,7 @@ class GradClipConfig:
         return [f"{name}={getattr(self, name)!r}" for name in self.__slots__]
 
     def check(self) -> None:
-        """Check both.
-
-        Raises:
-            ConfigError: One of them is invalid.
-        """
+        """Raise `ConfigError` if one of them is invalid."""
         check_clipping(self.max_norm, self.norm_type)
 
 
@@ -93,12 +89,7 @@ class ShardedConfig(PluginConfig):
 
 
 def new_loss_scaler(arguments: LossScaleConfig, *, verbose: bool) -> DynamicLossScaler:
-    """Return a loss scaler that logs on rank 0.
-
-    Args:
-        arguments: Settings of the scaler.
-        verbose: If True, log every skipped step and change; if False, only the first skipped step.
-    """
+    """Return a loss scaler that logs on rank 0: every skipped step and change, or only the first skipped step."""
     return arguments.new_scaler(log_rank_zero if verbose else _report_first_skip())
 
 

@@ -52,11 +52,7 @@ _NUMBER_STATES = frozenset({"step", "eta", "mu", "mu_product"})
 
 
 class ShardedOptimizerState(OptimizerState):
-    """Checkpoint view of an optimizer with sharded parameters; frozen parameters are unsharded.
-
-    Args:
-        optimizer: Optimizer to save or load.
-    """
+    """Checkpoint view of an optimizer with sharded parameters; frozen parameters are unsharded."""
 
     optimizer: ShardedStatefulOptimizer
 
@@ -134,11 +130,7 @@ class ShardedOptimizerState(OptimizerState):
 
 
 class ShardedPendingGradients(AccumulatedGradients):
-    """Checkpoint view of accumulated gradients: local unsharded ones, and reduced ones that are sharded.
-
-    Args:
-        optimizer: Optimizer to save or load.
-    """
+    """Checkpoint view of accumulated gradients: local unsharded ones, and reduced ones that are sharded."""
 
     optimizer: ShardedStatefulOptimizer
 
