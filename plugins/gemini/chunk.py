@@ -214,7 +214,7 @@ def placeholder(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.full((), value, dtype=dtype, device=device)
 
 
-def _modified_flags(chunks: Sequence[Chunk]) -> list[torch.Tensor]:
+def modified_flags(chunks: Sequence[Chunk]) -> list[torch.Tensor]:
     """Return whether `Chunk.was_modified_while_sharded` is true of any chunk of a dtype, on the device."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for chunk in chunks:
@@ -224,47 +224,6 @@ def _modified_flags(chunks: Sequence[Chunk]) -> list[torch.Tensor]:
         is_number = placeholders.is_floating_point() or placeholders.is_complex()
         flags.append((~placeholders.isnan()).any() if is_number else (placeholders != 0).any())
     return flags
-
-
-class ModifiedCheck:
-    """Check for parameters that were modified while they were sharded, by the compute device.
-
-    On an accelerator the host does not wait for the answer: it is read at the first call at which it has arrived, and
-    at the latest `MAX_AGE` calls later.
-    """
-
-    MAX_AGE = 100
-
-    def __init__(self) -> None:
-        self._answer: torch.Tensor | None = None
-        self._event: torch.Event | None = None
-        self._age = 0
-
-    def run(self, chunks: Sequence[Chunk]) -> bool:
-        """Return whether a parameter of a chunk was modified, as far as is known."""
-        if chunks[0].placeholder.device.type == "cpu":
-            return any(host_value(flag, fake=0) for flag in _modified_flags(chunks))
-        found = self._read()
-        if self._event is None:
-            flags = _modified_flags(chunks)
-            if self._answer is None:
-                self._answer = torch.zeros((), dtype=torch.bool, pin_memory=True)
-            self._answer.copy_(torch.stack(flags).any(), non_blocking=True)
-            self._event = torch.Event(device=flags[0].device)
-            self._event.record()
-            self._age = 0
-        return found
-
-    def _read(self) -> bool:
-        if self._event is None or self._answer is None:
-            return False
-        self._age += 1
-        if not self._event.query():
-            if self._age < self.MAX_AGE:
-                return False
-            self._event.synchronize()
-        self._event = None
-        return bool(host_value(self._answer, fake=0))
 
 
 class Chunk:
@@ -403,7 +362,7 @@ class Chunk:
 
     def was_modified_while_sharded(self) -> bool:
         """Whether a parameter was modified while it was sharded. Such a write is lost."""
-        was_written = bool(host_value(_modified_flags([self])[0], fake=0))
+        was_written = bool(host_value(modified_flags([self])[0], fake=0))
         if was_written:
             self.placeholder.copy_(placeholder(self.layout.dtype, self.placeholder.device))
         return was_written

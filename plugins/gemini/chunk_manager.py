@@ -6,6 +6,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from booster.comm import any_rank, broadcast_numbers, group_size, is_fake_world, raise_on_all_ranks
 from booster.device import memory_allocated
@@ -23,6 +24,7 @@ from .chunk import Chunk, ChunkParam, finish_transfer
 from .config import GeminiSettings
 from .nvme_tier import DiskTier
 from .placement import ChunkBytes, ChunkLocations, Placement, evictions
+from .shard_update import adam_state_bytes
 from .tiers import HostTier, Tier, Transfer
 from .tracer import Cursor, Trace, Tracer
 
@@ -358,9 +360,7 @@ class ChunkManager:
             return
         begins, is_unanimous = self._replay.digest((phase, trains)), False
         if begins:
-            requests = self.negotiation.exchange(
-                RankRequest(phase=phase, begins=begins, num_ready=self.reduction.num_ready)
-            )
+            requests = self.negotiation.exchange(self._request(begins=begins))
             self._run(AgreedCollectives.of(requests))
             is_unanimous = all(request.begins == begins for request in requests)
         self._replay.begin((phase, trains), replays=is_unanimous)
@@ -404,15 +404,9 @@ class ChunkManager:
         """Negotiate until every rank has finished its pass. Collective."""
         self._replay.replay_rest()
         while True:
-            requests = self.negotiation.exchange(
-                RankRequest(
-                    phase=self.phase,
-                    num_ready=self.reduction.num_ready,
-                    is_done=True,
-                    has_late_grads=self.reduction.has_late_grads,
-                    repeats=self._replay.repeats,
-                )
-            )
+            has_late_grads, repeats = self.reduction.has_late_grads, self._replay.repeats
+            request = self._request(is_done=True, has_late_grads=has_late_grads, repeats=repeats)
+            requests = self.negotiation.exchange(request)
             agreed = AgreedCollectives.of(requests)
             self._run(agreed)
             if all(request.is_done for request in requests):
@@ -437,7 +431,10 @@ class ChunkManager:
     # Weights.
 
     def need(self, params: Sequence[ChunkParam]) -> None:
-        """Gather the weights of some parameters. Collective unless all are gathered (Note [Collective order])."""
+        """Gather the weights of some parameters, and upcoming ones if the memory budget allows.
+
+        Collective unless nothing is to be gathered (Note [Collective order]).
+        """
         chunks = {param.chunk.index: param.chunk for param in params}
         self._note_use(tuple(chunks))
         for chunk in chunks.values():
@@ -452,22 +449,23 @@ class ChunkManager:
                     if self.chunks[index].is_gathering:
                         self.chunks[index].finish_gather()
                 missing = _missing(params)
-            self._prefetch()
+            ahead = self._ahead(skip=())
+            if ahead:
+                self.negotiate(ahead)
         finally:
             self._protected = before
 
     def negotiate(self, gather_requests: Sequence[int]) -> None:
         """Negotiate with the other ranks and run the resulting collectives. Collective (Note [Collective order])."""
-        request = RankRequest(
-            phase=self.phase,
-            gather_requests=tuple(gather_requests[: self.negotiation.max_gather_requests]),
-            num_ready=self.reduction.num_ready,
-        )
+        request = self._request(gather_requests=tuple(gather_requests[: self.negotiation.max_gather_requests]))
         agreed = self._replay.replay(request)
         if agreed is None:
             agreed = AgreedCollectives.of(self.negotiation.exchange(request))
             self._replay.record(request, agreed)
         self._run(agreed, request.gather_requests)
+
+    def _request(self, **fields: Any) -> RankRequest:
+        return RankRequest(phase=self.phase, num_ready=self.reduction.num_ready, **fields)
 
     def _run(self, agreed: AgreedCollectives, own_requests: Sequence[int] = ()) -> None:
         """Run agreed collectives, of which this rank has requested some gathers."""
@@ -489,14 +487,8 @@ class ChunkManager:
         self._gathered[chunk.index] = chunk
         if not is_own_wish:
             chunk.finish_gather()
-            if chunk.can_be_released:
+            if chunk.can_be_released and chunk.index not in self._protected:
                 self.release(chunk)
-
-    def _prefetch(self) -> None:
-        """Prefetch upcoming chunks if the memory budget allows."""
-        ahead = self._ahead(skip=())
-        if ahead:
-            self.negotiate(ahead)
 
     def _ahead(self, skip: Sequence[int]) -> list[int]:
         if self._is_aside or self.is_whole or self._max_prefetch == 0 or self._cursor is None:
@@ -580,22 +572,6 @@ class ChunkManager:
         is_there = chunk is not None and chunk.gathered is not None and chunk.gathered.data_ptr() == address
         return chunk if is_there else None
 
-    def need_in_backward(self, param: ChunkParam) -> None:
-        """Gather the weights that the backward of an operator reads, or record the use of gathered ones, and prefetch.
-
-        Collective unless nothing is to be gathered (Note [Collective order]).
-        """
-        chunk = param.chunk
-        if not chunk.is_gathered or param.is_overwritten:
-            self.need((param,))
-            return
-        self._note_use((chunk.index,))
-        chunk.pin(())  # protects it from eviction by prefetched chunks
-        try:
-            self._prefetch()
-        finally:
-            chunk.unpin(())
-
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Use weights outside of training: without tracing and prefetching."""
@@ -626,13 +602,6 @@ class ChunkManager:
             self.tracer.record_other_bytes(
                 max(0, memory_allocated() - self.bytes_in_memory) if has_counter else saved_bytes
             )
-
-
-def adam_state_bytes(chunk: Chunk) -> int:
-    """Estimate the bytes of Adam states and master weights of a chunk on this rank."""
-    if not chunk.layout.trains:
-        return 0
-    return chunk.layout.shard_numel * (8 if chunk.layout.dtype.itemsize == 4 else 12)
 
 
 def _missing(params: Iterable[ChunkParam]) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from booster.comm import (
     all_gather_equal,
     broadcast,
     group_size,
+    host_value,
     raise_on_all_ranks,
     start_all_gather,
 )
@@ -23,11 +24,52 @@ from booster.kernels.checksum import crc32
 from booster.lazy_init import is_lazy, materialize_tensor
 from booster.plugins.sharding.buffer_pool import broadcast_coalesced
 
-from .chunk import Chunk, ChunkParam, ModifiedCheck, finish_transfer
+from .chunk import Chunk, ChunkParam, finish_transfer, modified_flags
 from .chunk_init import add_chunks
 from .chunk_manager import ChunkManager
 from .config import GeminiSettings
 from .module_hooks import ModuleHooks
+
+
+class ModifiedCheck:
+    """Check for parameters that were modified while they were sharded, by the compute device.
+
+    On an accelerator the host does not wait for the answer: it is read at the first call at which it has arrived, and
+    at the latest `MAX_AGE` calls later.
+    """
+
+    MAX_AGE = 100
+
+    def __init__(self) -> None:
+        self._answer: torch.Tensor | None = None
+        self._event: torch.Event | None = None
+        self._age = 0
+
+    def run(self, chunks: Sequence[Chunk]) -> bool:
+        """Return whether a parameter of a chunk was modified, as far as is known."""
+        if chunks[0].placeholder.device.type == "cpu":
+            return any(host_value(flag, fake=0) for flag in modified_flags(chunks))
+        found = self._read()
+        if self._event is None:
+            flags = modified_flags(chunks)
+            if self._answer is None:
+                self._answer = torch.zeros((), dtype=torch.bool, pin_memory=True)
+            self._answer.copy_(torch.stack(flags).any(), non_blocking=True)
+            self._event = torch.Event(device=flags[0].device)
+            self._event.record()
+            self._age = 0
+        return found
+
+    def _read(self) -> bool:
+        if self._event is None or self._answer is None:
+            return False
+        self._age += 1
+        if not self._event.query():
+            if self._age < self.MAX_AGE:
+                return False
+            self._event.synchronize()
+        self._event = None
+        return bool(host_value(self._answer, fake=0))
 
 
 class GeminiModel(ModelWrapper):

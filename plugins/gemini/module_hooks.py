@@ -342,7 +342,7 @@ class ModuleHooks:
                 self._pin(running, own)
             running.packs = self._saved.begin()
 
-    def exit(self, module: nn.Module, own: Sequence[ChunkParam], output: Any) -> None:
+    def exit(self, module: nn.Module, output: Any) -> None:
         """Handle the end of a module, also after an exception.
 
         Raises:
@@ -460,7 +460,7 @@ class ModuleHooks:
             if not self._running:  # else it is for an autograd.grad() inside of a forward
                 self._note_backward()
                 self._again.unpin()
-            self._manager.need_in_backward(param)
+            self._manager.need((param,))
         assert param.chunk.gathered is not None
         return param.chunk.gathered
 
@@ -503,7 +503,7 @@ class _AfterForward(_ForwardHook):
     @not_compiled
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._hooks is not None:
-            self._hooks.exit(module, self._own, output)
+            self._hooks.exit(module, output)
 
 
 class _GradientArrived:
