@@ -31,7 +31,11 @@ class CheckFailed(Exception):
     """The optimizer is not of the tested kind, or can't be copied; the message has the reason."""
 
 
-def copy_optimizer(optimizer: Optimizer, parameters: Sequence[Sequence[nn.Parameter]]) -> Optimizer:
+def copy_optimizer(
+    optimizer: Optimizer,
+    parameters: Sequence[Sequence[nn.Parameter]],
+    donors: Sequence[Sequence[int]] | None = None,
+) -> Optimizer:
     """Return a copy of an optimizer for other parameters.
 
     The state of one parameter of a group is copied to all new ones, in their shapes, because some optimizers create
@@ -40,6 +44,7 @@ def copy_optimizer(optimizer: Optimizer, parameters: Sequence[Sequence[nn.Parame
     Args:
         optimizer: The user's optimizer; not modified.
         parameters: New parameters of every param group.
+        donors: Indices of the old parameters that the new ones have the names of; optional, defaults to all in turn.
 
     Raises:
         CheckFailed: Something in the optimizer can't be copied, or is too large.
@@ -57,9 +62,10 @@ def copy_optimizer(optimizer: Optimizer, parameters: Sequence[Sequence[nn.Parame
             if name != "step":  # see the head of this module
                 made.__dict__[name] = _copied(f"attribute {name!r}", value, budget.copy, memo)
     _copy_states(optimizer, copies[0], parameters, memo, budget)
-    for group, replacements in zip(copies[0].param_groups, parameters, strict=True):
+    indices = [range(len(replacements)) for replacements in parameters] if donors is None else donors
+    for group, of_group in zip(copies[0].param_groups, indices, strict=True):
         if names := group.get("param_names"):
-            group["param_names"] = [names[index % len(names)] for index in range(len(replacements))]
+            group["param_names"] = [names[index % len(names)] for index in of_group]
     return copies[0]
 
 
