@@ -234,8 +234,7 @@ class ChunkManager:
     def __init__(self, chunks: Sequence[Chunk], settings: GeminiSettings, placement: Placement) -> None:
         self.chunks = list(chunks)
         self._settings = settings
-        self._max_prefetch = settings.config.max_prefetch
-        self.negotiation = OrderNegotiation(settings.order_group, 2 + self._max_prefetch)
+        self.negotiation = OrderNegotiation(settings.order_group, 2 + placement.max_prefetch)
         self._replay: OrderReplay[RankRequest, AgreedCollectives] = OrderReplay(self._run)
         self.tier: Tier | None = None
         self.pool = BufferPool(settings.device)
@@ -491,9 +490,9 @@ class ChunkManager:
                 self.release(chunk)
 
     def _ahead(self, skip: Sequence[int]) -> list[int]:
-        if self._is_aside or self.is_whole or self._max_prefetch == 0 or self._cursor is None:
+        if self._is_aside or self.is_whole or self.placement.max_prefetch == 0 or self._cursor is None:
             return []
-        upcoming = self._cursor.trace.upcoming(self._cursor.now + 1, self._max_prefetch)
+        upcoming = self._cursor.trace.upcoming(self._cursor.now + 1, self.placement.max_prefetch)
         found: list[int] = []
         unneeded = self._releasable(only_unneeded=True)
         taken = self.pool.bytes_in_use - sum(chunk.layout.num_bytes for chunk in unneeded)

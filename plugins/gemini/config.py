@@ -14,7 +14,8 @@ import torch.distributed as dist
 from booster.comm import sum_dtype
 from booster.device import current_device, free_memory
 from booster.errors import ConfigError
-from booster.plugins.sharding.config import DTYPES, ShardedConfig, ShardGroups
+from booster.plugins.base import PluginConfig
+from booster.plugins.sharding.config import ShardedConfig, ShardGroups
 from booster.validation import check_flag, check_replicas, is_count, is_non_nan_number
 
 from .chunk_layout import ChunkLayout
@@ -35,8 +36,10 @@ _FLAGS = ("enable_gradient_accumulation", "pin_memory", "force_outputs_fp32", "e
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlacementConfig:
+class PlacementConfig(PluginConfig):
     """Options of `GeminiPlugin` that determine the placement of chunks, with its defaults."""
+
+    per_rank = frozenset({"device_memory_budget"})
 
     placement_policy: str = "static"
     shard_param_frac: float = 1.0
@@ -46,26 +49,20 @@ class PlacementConfig:
     steady_cuda_cap_ratio: float = 0.9
     gpu_margin_mem_ratio: float = 0.0
     strict_ddp_mode: bool = False
+    max_prefetch: int
+    device_memory_budget: int | None = None
 
-    @property
-    def fingerprint(self) -> list[str]:
-        """Return the arguments that must be equal on all ranks."""
-        return [f"{name}={getattr(self, name)!r}" for name in self.__slots__]
+    def check(self, world_size: int) -> None:
+        self.make(current_device())
 
-    def make(self, *, max_prefetch: int, device_memory_budget: int | None, device: torch.device) -> Placement:
-        """Create the placement policy.
-
-        Args:
-            max_prefetch: Number of chunks gathered ahead.
-            device_memory_budget: Bytes of the compute tier. Optional: "auto" defaults to the free memory of the
-                accelerator, or to this process's share of the host's free memory; others default to no limit.
-            device: Device of the compute tier.
+    def make(self, device: torch.device) -> Placement:
+        """Create the placement policy of a rank whose compute tier is on `device`.
 
         Raises:
             ConfigError: The policy is unknown, an argument is invalid or belongs to another policy, or two arguments
                 contradict each other.
         """
-        policy, budget = self.placement_policy, device_memory_budget
+        policy, budget, max_prefetch = self.placement_policy, self.device_memory_budget, self.max_prefetch
         check_flag("strict_ddp_mode", self.strict_ddp_mode)
         if self.strict_ddp_mode:
             self._check_strict()
@@ -134,13 +131,12 @@ class GeminiConfig(ShardedConfig):
     """Options of `GeminiPlugin` by their names there, where they are documented."""
 
     # They do not affect collectives.
-    per_rank = frozenset({"device_memory_budget", "offload_dir", "pin_memory", "verbose"})
+    per_rank = frozenset({"offload_dir", "pin_memory", "verbose"})
 
     chunk_config_dict: Mapping[str, Any] | None
     chunk_init_device: torch.device | str | None
     memstats: Any
     enable_gradient_accumulation: bool
-    max_prefetch: int
     pin_memory: bool
     force_outputs_fp32: bool
     search_range_m: float
@@ -149,7 +145,6 @@ class GeminiConfig(ShardedConfig):
     tp_size: int
     extra_dp_size: int
     enable_async_reduce: bool
-    device_memory_budget: int | None
     offload_dir: str | os.PathLike[str] | None
     placement: PlacementConfig
 
@@ -169,8 +164,6 @@ class GeminiConfig(ShardedConfig):
         return int(self.search_range_m * _MEBI)
 
     def check(self, world_size: int) -> None:
-        if not isinstance(self.precision, str) or self.precision not in DTYPES:
-            raise ConfigError(f"precision={self.precision!r} is not known: choose one of {', '.join(DTYPES)}")
         for name in _FLAGS:
             check_flag(name, getattr(self, name))
         self._check_shared()
@@ -181,17 +174,7 @@ class GeminiConfig(ShardedConfig):
             raise ConfigError(
                 f"memstats={self.memstats!r} is not supported: the first step is traced as it runs. Leave it out"
             )
-        self.make_placement(current_device())
-
-    def make_placement(self, device: torch.device) -> Placement:
-        """Create the placement policy of a rank whose compute tier is on `device`.
-
-        Raises:
-            ConfigError: An option is invalid, or two of them contradict each other.
-        """
-        return self.placement.make(
-            max_prefetch=self.max_prefetch, device_memory_budget=self.device_memory_budget, device=device
-        )
+        self.placement.check(world_size)
 
     def _check_places(self) -> None:
         if self.chunk_init_device is not None:

@@ -22,6 +22,7 @@ from booster.errors import CheckpointError, ConfigError, format_list
 from booster.interface import ModelWrapper, TensorSlice
 from booster.kernels.checksum import crc32
 from booster.lazy_init import is_lazy, materialize_tensor
+from booster.plugins.base import refuse_conversion
 from booster.plugins.sharding.buffer_pool import broadcast_coalesced
 
 from .chunk import Chunk, ChunkParam, finish_transfer, modified_flags
@@ -356,13 +357,7 @@ class GeminiModel(ModelWrapper):
         return copied.train(self.training)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> GeminiModel:
-        for parameter in self.module.parameters():
-            probe = fn(torch.zeros((), dtype=parameter.dtype, device=parameter.device))
-            if probe.dtype != parameter.dtype or probe.device != parameter.device:
-                raise ConfigError(
-                    f"the boosted model was to become {probe.dtype} on {probe.device}, by .to(), .half() or the like,"
-                    f" and is {parameter.dtype} on {parameter.device}, where its chunks have it: do it before boost()"
-                )
+        refuse_conversion(self.module, fn, "chunks have it")
         return self
 
     # Interface of CheckpointIO.

@@ -100,21 +100,18 @@ class GeminiOptimizer(ShardedOptimizer):
         self._use_shards(Shards(shards, list(shapes), self._settings.shard_group, shapes=shapes))
 
     def _replace_in_groups(self, update: ChunkUpdate) -> None:
-        owned: dict[int, list[nn.Parameter]] = {}
+        shards_of: dict[int, list[Shard]] = {id(param.parameter): [] for param in update.chunk.params}
         for one in update.owned:
-            owned.setdefault(id(one.param.parameter), []).append(one.shard.parameter)
+            shards_of[id(one.param.parameter)].append(one.shard)
         for param in update.chunk.params:
-            shard_state(self.optim, param.parameter, [o.shard for o in update.owned if o.param is param])
-        whole = {id(param.parameter) for param in update.chunk.params}
+            shard_state(self.optim, param.parameter, shards_of[id(param.parameter)])
         for group in self.param_groups:
             members = group["params"]
-            found = [one for one in members if id(one) in whole]
-            if found:
-                shards = [shard for one in found for shard in owned.get(id(one), ())]
-                members[:] = [one for one in members if id(one) not in whole] + shards
+            shards = [shard.parameter for one in members for shard in shards_of.get(id(one), ())]
+            members[:] = [one for one in members if id(one) not in shards_of] + shards
         self._model_param_of |= {id(one.shard.parameter): one.shard.model_param for one in update.owned}
         # Also for parameters without elements on this rank, which are not new either.
-        self._model_param_of |= {key: param.parameter for param in update.chunk.params for key in [id(param.parameter)]}
+        self._model_param_of |= {id(param.parameter): param.parameter for param in update.chunk.params}
 
     def _migrate_chunks(self) -> None:
         """Move all shards to the locations of the placement policy. Collective over the shard group."""

@@ -63,15 +63,11 @@ class ChunkLocations:
     kept_gathered: frozenset[int] = frozenset()
 
 
-def resident_shard_bytes(sizes: Sequence[ChunkBytes], locations: ChunkLocations) -> int:
-    """Return the bytes of shards in the compute tier."""
-    weights = sum(size.weights + size.gradients for chunk, size in enumerate(sizes) if chunk not in locations.weights)
-    return weights + sum(size.states for chunk, size in enumerate(sizes) if chunk not in locations.states)
-
-
 def resident_bytes(sizes: Sequence[ChunkBytes], locations: ChunkLocations) -> int:
     """Return the bytes of model data that are always in the compute tier: shards and chunks kept gathered."""
-    return resident_shard_bytes(sizes, locations) + sum(sizes[chunk].gathered for chunk in locations.kept_gathered)
+    weights = sum(size.weights + size.gradients for chunk, size in enumerate(sizes) if chunk not in locations.weights)
+    states = sum(size.states for chunk, size in enumerate(sizes) if chunk not in locations.states)
+    return weights + states + sum(sizes[chunk].gathered for chunk in locations.kept_gathered)
 
 
 def all_gathered_bytes(sizes: Sequence[ChunkBytes]) -> int:

@@ -168,7 +168,7 @@ class GeminiPlugin(ReplicatedPlugin):
         if max_prefetch is None:
             given["max_prefetch"] = 0 if self._device.type == "cpu" else 1
         self._set_config(GeminiConfig, given)
-        self._placement = self._config.make_placement(self._device)
+        self._placement = self._config.placement.make(self._device)
         self._make_groups(extra_dp_size)
         shard_group = self._shard_groups()["shard_group"]
         self._order_group = shard_group if self._device.type == "cpu" else new_cpu_group(shard_group)

@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 from booster.comm import AllGather, start_all_gather
 from booster.core.compiling import is_compiled_layer, not_compiled
-from booster.errors import ConfigError
 from booster.interface import ModelWrapper
+from booster.plugins.base import refuse_conversion
 from booster.plugins.sharding.buffer_pool import broadcast_coalesced
 
 from .grad_bucket import GradientBucket
@@ -151,13 +151,7 @@ class ZeroModel(ModelWrapper):
         return copied.train(self.training)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ZeroModel:
-        for parameter in self.module.parameters():
-            probe = fn(torch.zeros((), dtype=parameter.dtype, device=parameter.device))
-            if probe.dtype != parameter.dtype or probe.device != parameter.device:
-                raise ConfigError(
-                    f"the boosted model was to become {probe.dtype} on {probe.device}, by .to(), .half() or the like,"
-                    f" and is {parameter.dtype} on {parameter.device}, where its optimizer has it: do it before boost()"
-                )
+        refuse_conversion(self.module, fn, "optimizer has it")
         super()._apply(fn, recurse)
         return self
 

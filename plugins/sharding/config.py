@@ -82,6 +82,8 @@ class ShardedConfig(PluginConfig):
         return new_loss_scaler(self.loss_scale, verbose=self.verbose) if self.precision == "fp16" else None
 
     def _check_shared(self) -> None:
+        if not isinstance(self.precision, str) or self.precision not in DTYPES:
+            raise ConfigError(f"precision={self.precision!r} is not known: choose one of {', '.join(DTYPES)}")
         for name in ("master_weights", "sync_batch_norm", "broadcast_buffers", "verbose"):
             check_flag(name, getattr(self, name))
         self.clip.check()
@@ -202,8 +204,6 @@ class ZeroConfig(ShardedConfig):
                 f"stage={self.stage!r} is not a stage of this plugin: give 1, which divides optimizer states among the"
                 " ranks, or 2, which divides gradients too; GeminiPlugin and TorchFSDPPlugin divide parameters as well"
             )
-        if self.precision not in DTYPES:
-            raise ConfigError(f"precision={self.precision!r} is not known: choose one of {', '.join(DTYPES)}")
         if not is_non_nan_number(self.reduce_bucket_size_in_m) or not 0 < self.reduce_bucket_size_in_m < float("inf"):
             raise ConfigError(
                 f"reduce_bucket_size_in_m={self.reduce_bucket_size_in_m!r} holds no gradient: give a number of 2**20"

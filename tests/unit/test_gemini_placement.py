@@ -20,7 +20,7 @@ from booster.plugins.gemini.placement import (
     ChunkLocations,
     ConstPlacement,
     StaticPlacement,
-    resident_shard_bytes,
+    resident_bytes,
 )
 from booster.plugins.gemini.tracer import Trace, TraceEvent
 
@@ -28,8 +28,8 @@ NOTHING = frozenset()
 
 
 def make_placement(policy_name, *, max_prefetch=0, budget=None, **arguments):
-    config = PlacementConfig(placement_policy=policy_name, **arguments)
-    return config.make(max_prefetch=max_prefetch, device_memory_budget=budget, device=torch.device("cpu"))
+    options = {"placement_policy": policy_name, "max_prefetch": max_prefetch, "device_memory_budget": budget}
+    return PlacementConfig(**options, **arguments).make(torch.device("cpu"))
 
 
 def chunk_bytes(payload, *, num_ranks=2, trains=True):
@@ -252,7 +252,7 @@ def test_never_over_the_budget_and_never_under_what_is_needed(seed):
             replace(placement, budget=needed - 1).locations(sizes, record)
         return
     assert locations.states <= {chunk for chunk, size in enumerate(sizes) if size.trains}
-    resident = resident_shard_bytes(sizes, locations) + kept_bytes(sizes, locations)
+    resident = resident_bytes(sizes, locations)
     largest = max(
         [size.gathered for chunk, size in enumerate(sizes) if chunk not in locations.kept_gathered], default=0
     )
@@ -299,7 +299,7 @@ def test_const_fills_first_with_weights_then_with_states():
     ):
         placement = ConstPlacement(budget=budget)
         assert placement.locations(sizes, None) == locations
-        assert placement.gather_budget(sizes, locations, None, 0) == budget - resident_shard_bytes(sizes, locations)
+        assert placement.gather_budget(sizes, locations, None, 0) == budget - resident_bytes(sizes, locations)
     with pytest.raises(ConfigError, match=r"device_memory_budget=199 .* at least 200.*min_chunk_size_m"):
         ConstPlacement(budget=199).locations(sizes, None)
 
@@ -321,7 +321,7 @@ def test_auto_leaves_most_for_activations_while_nothing_is_known():
     placement = AutoPlacement(budget=4000, warmup_ratio=0.8)
     locations = placement.locations(sizes, None)
     assert locations == ConstPlacement(budget=800).locations(sizes, None)
-    assert placement.gather_budget(sizes, locations, None, 0) == 800 - resident_shard_bytes(sizes, locations)
+    assert placement.gather_budget(sizes, locations, None, 0) == 800 - resident_bytes(sizes, locations)
     # A small budget still gives the payloads.
     placement = AutoPlacement(budget=1000, warmup_ratio=0.8, max_prefetch=1)
     assert placement.locations(sizes, None) == make_placement("cpu").locations(sizes, None)
