@@ -199,38 +199,35 @@ class _RunningModule:
 
     Attributes:
         module: Running module, or None for a function that backward recomputes.
-        pinned: Parameters that it uses.
-        shown: The same with version and memory of the weights at first use.
+        pinned: Parameters that it uses, with the version and memory of the weights at first use.
         error: Exception that was being handled at its start.
         packs: If True, it has installed the saved-tensor hooks.
     """
 
     module: nn.Module | None
-    pinned: list[tuple[Chunk, list[ChunkParam]]] = field(default_factory=list)
-    shown: list[tuple[ChunkParam, int, int]] = field(default_factory=list)
+    pinned: list[tuple[ChunkParam, int, int]] = field(default_factory=list)
     error: BaseException | None = None
     packs: bool = False
 
-    def pin(self, chunk: Chunk, params: list[ChunkParam]) -> None:
-        """Pin gathered parameters of a chunk."""
-        chunk.pin(params)
-        self.pinned.append((chunk, params))
-        self.shown += [(one, one.parameter._version, one.parameter.data_ptr()) for one in params]
+    def pin(self, params: Iterable[ChunkParam]) -> None:
+        """Pin gathered parameters."""
+        for param in params:
+            param.chunk.pin((param,))
+            self.pinned.append((param, param.parameter._version, param.parameter.data_ptr()))
 
     def written(self) -> list[str]:
         """Return the names of parameters that were written to since they were pinned."""
         return [
             param.name
-            for param, version, address in self.shown
+            for param, version, address in self.pinned
             if (param.parameter._version, param.parameter.data_ptr()) != (version, address)
         ]
 
     def unpin(self) -> None:
         """Unpin all its parameters."""
-        for chunk, params in self.pinned:
-            chunk.unpin(params)
+        for param, *_ in self.pinned:
+            param.chunk.unpin((param,))
         self.pinned.clear()
-        self.shown.clear()
 
 
 class HookedParameters(dict[str, Any]):
@@ -333,7 +330,7 @@ class ModuleHooks:
             self._running.append(running)
             if own:
                 self.manager.need(own)
-                self._pin(running, own)
+                running.pin(own)
             running.packs = self._saved.begin()
 
     def exit(self, module: nn.Module, output: Any) -> None:
@@ -350,7 +347,7 @@ class ModuleHooks:
                     self._saved.end()
                 if self._running:
                     returned = [self._params.get(id(one)) for one in _parameters_in(output)]
-                    self._pin(self._running[-1], [param for param in returned if param is not None])
+                    self._running[-1].pin(param for param in returned if param is not None)
                 written = running.written()
                 running.unpin()
                 if running.module is module:
@@ -375,14 +372,7 @@ class ModuleHooks:
             if not self._running:
                 self._note_backward()
             self.manager.need((param,))
-            self._pin(self._running[-1] if self._running else self._again, (param,))
-
-    def _pin(self, running: _RunningModule, params: Sequence[ChunkParam]) -> None:
-        by_chunk: dict[int, tuple[Chunk, list[ChunkParam]]] = {}
-        for param in params:
-            by_chunk.setdefault(param.chunk.index, (param.chunk, []))[1].append(param)
-        for chunk, members in by_chunk.values():
-            running.pin(chunk, members)
+            (self._running[-1] if self._running else self._again).pin((param,))
 
     def _begin_outermost(self) -> None:
         if _is_autograd_running():  # activation checkpointing recomputes a part of the forward

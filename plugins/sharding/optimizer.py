@@ -517,12 +517,7 @@ class ShardedOptimizer(OptimizerWrapper):
 
 
 def written_weights_error(where: str, names: Iterable[str]) -> ConfigError:
-    """Return the error of a forward that writes to gathered weights.
-
-    Args:
-        where: Module whose forward it is.
-        names: Names of the parameters in the model.
-    """
+    """Return the error of a module's forward that writes to the gathered weights of these names."""
     return ConfigError(
         f"the forward of {where} wrote to its weights ({format_list(map(repr, names), 3)}), as nn.Embedding does with"
         " max_norm: what was gathered for it is thrown away, and the change with it. Leave that out, change weights"
@@ -531,11 +526,7 @@ def written_weights_error(where: str, names: Iterable[str]) -> ConfigError:
 
 
 def replaced_memory_error(name: str) -> ConfigError:
-    """Return the error of updating a parameter whose memory was replaced.
-
-    Args:
-        name: Name of the parameter in the model.
-    """
+    """Return the error of updating a parameter whose memory was replaced."""
     return ConfigError(
         f"the memory of {name!r} was replaced after boost(), by model.to(), .half(), .data = or the like, so that the"
         " optimizer's updates would not reach the model: do it before boost()"

@@ -76,10 +76,6 @@ def payload_sum(sizes, chunks):
     return sum(sizes[chunk].gathered for chunk in chunks)
 
 
-def kept_bytes(sizes, locations):
-    return payload_sum(sizes, locations.kept_gathered)
-
-
 def least_at(sizes, locations, at):
     """What must be there at a moment: its weights that are not kept, and its gradient buffers."""
     weights = payload_sum(sizes, set(at.chunks) - locations.kept_gathered)
