@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -448,9 +448,7 @@ class ChunkManager:
                     if self.chunks[index].is_gathering:
                         self.chunks[index].finish_gather()
                 missing = _missing(params)
-            ahead = self._ahead(skip=())
-            if ahead:
-                self.negotiate(ahead)
+            self._prefetch(chunks.values())
         finally:
             self._protected = before
 
@@ -486,8 +484,21 @@ class ChunkManager:
         self._gathered[chunk.index] = chunk
         if not is_own_wish:
             chunk.finish_gather()
-            if chunk.can_be_released and chunk.index not in self._protected:
+            if chunk.can_be_released:
                 self.release(chunk)
+
+    def _prefetch(self, needed: Collection[Chunk]) -> None:
+        """Prefetch upcoming chunks if the memory budget allows; the weights of needed ones stay where they are."""
+        ahead = self._ahead(skip=())
+        if not ahead:
+            return
+        for chunk in needed:
+            chunk.pin(())
+        try:
+            self.negotiate(ahead)
+        finally:
+            for chunk in needed:
+                chunk.unpin(())
 
     def _ahead(self, skip: Sequence[int]) -> list[int]:
         if self._is_aside or self.is_whole or self.placement.max_prefetch == 0 or self._cursor is None:
