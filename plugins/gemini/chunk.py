@@ -520,7 +520,7 @@ class Chunk:
         return self._reduction is not None
 
     @torch.no_grad()
-    def finish_reduce(self) -> tuple[list[Buffer], Transfer | None]:
+    def finish_reduce(self) -> tuple[Sequence[Buffer | None], Transfer | None]:
         """Wait for the reduce-scatter, and accumulate this rank's shard in `grad_shard`.
 
         Returns:
@@ -543,7 +543,7 @@ class Chunk:
         self._num_arrived = 0
         for param in self.params:
             param.has_gradient = False
-        return [buffer for buffer in used if buffer is not None], transfer
+        return used, transfer
 
     def drop_gradients(self) -> Buffer | None:
         """Drop all gradients of the accumulation; return the buffer of unreduced ones, if any."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,10 +21,9 @@ from booster.plugins.sharding.collective_order import (
 
 from .chunk import Chunk, ChunkParam, finish_transfer
 from .config import GeminiSettings
-from .nvme_tier import DiskTier
 from .placement import ChunkBytes, ChunkLocations, Placement, evictions
 from .shard_update import adam_state_bytes
-from .tiers import HostTier, Tier, Transfer
+from .tiers import Tier, Transfer
 from .tracer import Cursor, Trace, Tracer
 
 # Note [Order of reductions]
@@ -47,7 +45,7 @@ class GradientReduction:
         self._manager = manager
         self._is_asynchronous = is_asynchronous
         self._in_flight: deque[Chunk] = deque()
-        self._storing: deque[tuple[list[Buffer], Transfer]] = deque()
+        self._storing: deque[tuple[Sequence[Buffer | None], Transfer]] = deque()
         self._order = [chunk.index for chunk in reversed(manager.chunks) if chunk.layout.trains]
         self._completed: list[int] = []
         self._is_ready = [False] * len(manager.chunks)
@@ -118,7 +116,7 @@ class GradientReduction:
         if self._storing:
             buffers, transfer = self._storing.popleft()
             finish_transfer(transfer)
-            self._release(buffers)
+            self._manager.pool.release(*buffers)
         elif self._in_flight:
             self._finish(self._in_flight.popleft())
         else:
@@ -128,13 +126,9 @@ class GradientReduction:
     def _finish(self, chunk: Chunk) -> None:
         buffers, transfer = chunk.finish_reduce()
         if transfer is None:
-            self._release(buffers)
+            self._manager.pool.release(*buffers)
         else:
             self._storing.append((buffers, transfer))
-
-    def _release(self, buffers: Iterable[Buffer]) -> None:
-        for buffer in buffers:
-            self._manager.pool.release(buffer)
 
     def finish_all(self) -> None:
         """Wait for all reductions in flight."""
@@ -157,13 +151,11 @@ class GradientReduction:
         chunks = self._manager.chunks
         params = [param for chunk in chunks for param in chunk.params]
         left = [chunk.has_gradients and not chunk.is_reducing for chunk in chunks]
-        learns = not self._knows_order and bool(self._completed)
-        if learns:
+        if not self._knows_order and self._completed:
             for param in params:
                 param.is_expected = param.is_used
-        flags = left + [param.is_expected or param.is_used for param in params]
         group = self._manager.negotiation.group
-        agreed = any_rank(flags, group)
+        agreed = any_rank([*left, *(param.is_expected or param.is_used for param in params)], group)
         for param, is_expected in zip(params, agreed[len(chunks) :], strict=True):
             param.is_expected = is_expected
         for chunk in chunks:
@@ -201,9 +193,7 @@ class GradientReduction:
         """Drop the gradients of the accumulation; with `keeps_use`, parameters that had one keep a gradient of zero."""
         self.finish_all()
         for chunk in self._manager.chunks:
-            buffer = chunk.drop_gradients()
-            if buffer is not None:
-                self._manager.pool.release(buffer)
+            self._manager.pool.release(chunk.drop_gradients())
             for param in chunk.params:
                 param.is_used = param.is_used and keeps_use
 
@@ -283,13 +273,7 @@ class ChunkManager:
     def needed_tier(self) -> Tier:
         """Return the offload tier, created on first use."""
         if self.tier is None:
-            config, directory = self._settings.config, self._settings.config.offload_dir
-            if self._settings.device.type != "cpu" and directory is None:
-                self.tier = HostTier(config.pin_memory)
-            elif is_fake_world():
-                self.tier = HostTier(False, name="disk")
-            else:
-                self.tier = DiskTier(None if directory is None else os.fspath(directory))
+            self.tier = self._settings.new_tier()
         return self.tier
 
     def disk_of_states(self, index: int) -> Tier | None:
@@ -477,9 +461,7 @@ class ChunkManager:
             chunk.start_gather(None, self.take_buffer)
             chunk.finish_gather()
             return
-        unused = chunk.start_gather(self.take_buffer(chunk.layout.num_bytes), self.take_buffer)
-        if unused is not None:
-            self.pool.release(unused)
+        self.pool.release(chunk.start_gather(self.take_buffer(chunk.layout.num_bytes), self.take_buffer))
         self.note_addresses((chunk,))
         self._gathered[chunk.index] = chunk
         if not is_own_wish:
@@ -488,7 +470,7 @@ class ChunkManager:
                 self.release(chunk)
 
     def _prefetch(self, needed: Collection[Chunk]) -> None:
-        """Prefetch upcoming chunks if the memory budget allows; the weights of needed ones stay where they are."""
+        """Prefetch upcoming chunks if the memory budget allows; needed ones keep theirs if a reduction begins."""
         ahead = self._ahead(skip=())
         if not ahead:
             return
@@ -520,10 +502,8 @@ class ChunkManager:
 
     def release(self, chunk: Chunk) -> None:
         """Release the gathered weights of a chunk."""
-        buffer = chunk.release()
+        self.pool.release(chunk.release())
         self._gathered.pop(chunk.index, None)
-        if buffer is not None:
-            self.pool.release(buffer)
 
     # Memory budget.
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from booster.comm import sum_dtype
+from booster.comm import is_fake_world, sum_dtype
 from booster.device import current_device, free_memory
 from booster.errors import ConfigError
 from booster.plugins.base import PluginConfig
@@ -19,8 +19,9 @@ from booster.plugins.sharding.config import ShardedConfig, ShardGroups
 from booster.validation import check_flag, check_replicas, is_count, is_non_nan_number
 
 from .chunk_layout import ChunkLayout
+from .nvme_tier import DiskTier
 from .placement import AutoPlacement, ConstPlacement, Placement, StaticPlacement
-from .tiers import Tier
+from .tiers import HostTier, Tier
 
 _MEBI = 2**20
 # Arguments of a single policy.
@@ -252,6 +253,15 @@ class GeminiSettings(ShardGroups):
     is_first: bool
     device: torch.device
     order_group: dist.ProcessGroup | None = None
+
+    def new_tier(self) -> Tier:
+        """Return an offload tier: host memory if there is an accelerator, unless a directory is given, else a disk."""
+        directory = self.config.offload_dir
+        if self.device.type != "cpu" and directory is None:
+            return HostTier(self.config.pin_memory)
+        if is_fake_world():
+            return HostTier(False, name="disk")
+        return DiskTier(None if directory is None else os.fspath(directory))
 
     def master_dtype(self, layout: ChunkLayout) -> torch.dtype:
         """Return the dtype of the shard that the optimizer updates; the weights' dtype for a frozen chunk."""

@@ -92,8 +92,7 @@ class Bench:
         assert self.chunk.is_reducing
         buffers, transfer = self.chunk.finish_reduce()
         finish_transfer(transfer)
-        for buffer in buffers:
-            self.pool.release(buffer)
+        self.pool.release(*buffers)
         assert not self.chunk.is_reducing
 
     def gradient(self, index, seed=0):
