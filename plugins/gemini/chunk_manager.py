@@ -218,7 +218,7 @@ class ChunkManager:
         tier: Offload tier; None as long as nothing is offloaded.
         state_bytes: Function that returns the bytes of this rank's master weights and optimizer states of a chunk.
         on_trace: Function called after the traced iteration, if any.
-        tracer: Tracer of the current iteration.
+        tracer: Tracer of the current iteration, if it is traced.
     """
 
     def __init__(self, chunks: Sequence[Chunk], settings: GeminiSettings, placement: Placement) -> None:
@@ -233,7 +233,7 @@ class ChunkManager:
         self.is_whole = False
         self.placement = placement
         self.state_bytes: Callable[[Chunk], int] = adam_state_bytes
-        self.tracer = Tracer()
+        self.tracer: Tracer | None = None
         self._cursor: Cursor | None = None
         self._protected: frozenset[int] = frozenset()
         self._last_use = [0] * len(self.chunks)
@@ -324,8 +324,8 @@ class ChunkManager:
             self._begin_pass(PassKind.FORWARD, trains)
         self._current = ()
         if self._cursor is None:
-            if trains and not self.tracer.is_recording:
-                self.tracer.begin()
+            if trains and self.tracer is None:
+                self.tracer = Tracer()
         elif not self._awaits_backward:
             self._cursor.restart()
         self._awaits_backward = trains
@@ -365,8 +365,8 @@ class ChunkManager:
         self.close()
         self.reduction.finish_backward()
         self.release_all()
-        if self.tracer.is_recording:
-            self._cursor = Cursor(self.tracer.finish())
+        if self.tracer is not None:
+            self._cursor, self.tracer = Cursor(self.tracer.trace()), None
             self._gather_budget_at.clear()
             if self.on_trace is not None:
                 self.on_trace()
@@ -374,8 +374,7 @@ class ChunkManager:
 
     def restart(self) -> None:
         """Return to the start of an iteration; the trace of a failed pass is dropped."""
-        if self.tracer.is_recording:
-            self.tracer = Tracer()
+        self.tracer = None
         self._abort_pass()
         self.phase = PassKind.FORWARD
         self._current = ()
@@ -580,14 +579,14 @@ class ChunkManager:
         for index in indices:
             self._last_use[index] = self._clock
         is_backward = self.phase is PassKind.BACKWARD
-        if self.tracer.is_recording:
+        if self.tracer is not None:
             self.tracer.record_use(indices, is_backward)
         elif self._cursor is not None:
             self._cursor.advance(indices, is_backward)
 
     def note_other_bytes(self, saved_bytes: int) -> None:
         """Record the non-chunk bytes in the compute tier; without a counter of them, those saved by autograd."""
-        if self.tracer.is_recording:
+        if self.tracer is not None:
             has_counter = self._settings.device.type != "cpu" and not is_fake_world()
             self.tracer.record_other_bytes(
                 max(0, memory_allocated() - self.bytes_in_memory) if has_counter else saved_bytes

@@ -381,7 +381,7 @@ class ModuleHooks:
         if self._is_in_backward:
             self._abort_backward()
         self.manager.begin_forward(trains=torch.is_grad_enabled())
-        self._saved.counts = self.manager.tracer.is_recording
+        self._saved.counts = self.manager.tracer is not None
 
     # Backward.
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from booster.comm import new_cpu_group, timeout_scope
 from booster.compatibility import takes_foreign
+from booster.core.plain_torch import refuse_plain_training
 from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.lazy_init import check_materialized
 from booster.plugins.base import WrappedPair, check_memory_is_apart, refuse_quantized_weights
@@ -170,7 +171,7 @@ class GeminiPlugin(ReplicatedPlugin):
         self._set_config(GeminiConfig, given)
         self._placement = self._config.placement.make(self._device)
         self._make_groups(extra_dp_size)
-        shard_group = self._shard_groups()["shard_group"]
+        shard_group = self._shard_groups["shard_group"]
         self._order_group = shard_group if self._device.type == "cpu" else new_cpu_group(shard_group)
 
     def _groups(self) -> list[dist.ProcessGroup | None]:
@@ -199,9 +200,9 @@ class GeminiPlugin(ReplicatedPlugin):
         )
         boosted = GeminiModel(model, build_chunks(model, trained, settings, self._placement), settings)
         wrapped = None if optimizer is None else GeminiOptimizer(optimizer, boosted, settings)
-        self._finish_model(
-            boosted, is_trained=optimizer is not None, cast_inputs=True, outputs_fp32=config.force_outputs_fp32
-        )
+        config.set_precision(boosted, cast_inputs=True, outputs_fp32=config.force_outputs_fp32)
+        if self.dp_size > 1:
+            refuse_plain_training(boosted, untrained=model.parameters() if optimizer is None else ())
         return boosted, wrapped
 
     def _settings(self) -> GeminiSettings:
@@ -210,7 +211,7 @@ class GeminiPlugin(ReplicatedPlugin):
             is_first=self.dp_rank == 0,
             device=self._device,
             order_group=self._order_group,
-            **self._shard_groups(),
+            **self._shard_groups,
         )
 
     def no_sync(

@@ -80,26 +80,14 @@ class Trace:
 
 
 class Tracer:
-    """Recorder of an iteration: `begin()`, then the `record_*` methods, then `finish()`.
-
-    Attributes:
-        is_recording: True if an iteration was begun and not finished.
-    """
+    """Recorder of one iteration: the `record_*` methods, then `trace()`."""
 
     def __init__(self) -> None:
-        self.is_recording = False
         self._events: list[TraceEvent] = []
-        self._early_bytes = 0
-
-    def begin(self) -> None:
-        """Begin an iteration. An unfinished one, such as after a failed forward, is dropped."""
-        self.is_recording = True
-        self._events = []
         self._early_bytes = 0
 
     def record_use(self, chunks: Iterable[int], is_backward: bool) -> None:
         """Record the start of a module's forward or backward that needs these chunks; duplicates are ignored."""
-        assert self.is_recording, "an event was recorded outside of an iteration"
         self._events.append(
             TraceEvent(
                 chunks=tuple(dict.fromkeys(chunks)),
@@ -113,16 +101,13 @@ class Tracer:
 
         Values from before the first event count for the first, as that memory is in use when its module starts.
         """
-        assert self.is_recording, "bytes were recorded outside of an iteration"
         if not self._events:
             self._early_bytes = max(self._early_bytes, num_bytes)
         elif num_bytes > self._events[-1].other_bytes:
             self._events[-1] = replace(self._events[-1], other_bytes=num_bytes)
 
-    def finish(self) -> Trace:
-        """Finish the iteration and return its trace."""
-        assert self.is_recording, "no iteration was begun"
-        self.is_recording = False
+    def trace(self) -> Trace:
+        """Return the trace of the recorded iteration."""
         return Trace(tuple(self._events))
 
 

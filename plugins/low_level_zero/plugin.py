@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from booster.comm import broadcast, timeout_scope
 from booster.compatibility import takes_foreign
+from booster.core.plain_torch import refuse_plain_training
 from booster.errors import ConfigError
 from booster.lazy_init import check_materialized, move_to_device
 from booster.logger import log_rank_zero
@@ -142,9 +143,11 @@ class LowLevelZeroPlugin(ReplicatedPlugin):
         boosted = ZeroModel(model, None, is_primary=is_primary, broadcasts_buffers=broadcasts)
         wrapped = None
         if optimizer is not None:
-            groups = ShardGroups(**self._shard_groups())
+            groups = ShardGroups(**self._shard_groups)
             wrapped = ZeroOptimizer(optimizer, boosted, config, groups, is_primary=is_primary)
-        self._finish_model(boosted, is_trained=optimizer is not None, cast_inputs=config.cast_inputs)
+        config.set_precision(boosted, cast_inputs=config.cast_inputs)
+        if self.dp_size > 1:
+            refuse_plain_training(boosted, untrained=model.parameters() if optimizer is None else ())
         return boosted, wrapped
 
     @classmethod

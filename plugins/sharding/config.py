@@ -12,7 +12,7 @@ from torch import nn
 
 from booster.device import computes_in_bf16
 from booster.errors import ConfigError
-from booster.interface import MixedPrecision
+from booster.interface import MixedPrecision, ModelWrapper
 from booster.logger import log_rank_zero
 from booster.mixed_precision.fp16 import cast_floats, low_precision_to_fp32
 from booster.mixed_precision.loss_scaler import DynamicLossScaler, LossScaleConfig
@@ -80,6 +80,13 @@ class ShardedConfig(PluginConfig):
     def new_loss_scaler(self) -> DynamicLossScaler | None:
         """Return the loss scaler of a new optimizer, or None for other precisions than fp16."""
         return new_loss_scaler(self.loss_scale, verbose=self.verbose) if self.precision == "fp16" else None
+
+    def set_precision(self, boosted: ModelWrapper, *, cast_inputs: bool, outputs_fp32: bool = True) -> None:
+        """Set the precision of a boosted model, and cast what its wrappers have not: frozen parameters and buffers."""
+        if self.dtype is not None:
+            precision = WeightPrecision(self.dtype, cast_inputs=cast_inputs, outputs_fp32=outputs_fp32)
+            precision.cast(boosted.unwrap())
+            boosted.precision = precision
 
     def _check_shared(self) -> None:
         if not isinstance(self.precision, str) or self.precision not in DTYPES:

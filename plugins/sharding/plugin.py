@@ -11,13 +11,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from booster.comm import group_size, new_cpu_group, new_mesh, sum_dtype
-from booster.core.plain_torch import refuse_plain_training
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.logger import log_rank_zero
 from booster.plugins.base import DistributedPlugin, arguments_of
 
-from .config import DTYPES, ShardedConfig, WeightPrecision, default_precision
+from .config import DTYPES, ShardedConfig, default_precision
 from .optimizer import ShardedOptimizer
 
 
@@ -100,6 +99,14 @@ class ReplicatedPlugin(ShardedPlugin):
         # Neighbouring ranks share the shards, because they are likely to be on one machine.
         self._mesh = new_mesh(self._device.type, (num_replicas, group_size() // num_replicas), ("replica", "shard"))
         self._control_group = None if self._device.type == "cpu" else new_cpu_group()
+        self._shard_groups: dict[str, Any] = {  # arguments of `ShardGroups`
+            "num_shards": self._mesh.size(1),
+            "rank": self._mesh.get_local_rank("shard"),
+            "is_primary": self._mesh.get_local_rank("replica") == 0,
+            "control_group": self._control_group,
+            "shard_group": self._mesh.get_group("shard") if num_replicas > 1 else None,
+            "replica_group": self._mesh.get_group("replica") if num_replicas > 1 else None,
+        }
 
     def _groups(self) -> list[dist.ProcessGroup | None]:
         return [*self._mesh.get_all_groups(), self._control_group]
@@ -110,27 +117,3 @@ class ReplicatedPlugin(ShardedPlugin):
 
     def axis_sizes(self) -> dict[str, int]:
         return {"replica": self._mesh.size(0), "shard": self._mesh.size(1)}
-
-    def _shard_groups(self) -> dict[str, Any]:
-        """Return the keyword arguments of `ShardGroups`."""
-        has_replicas = self._mesh.size(0) > 1
-        return {
-            "num_shards": self._mesh.size(1),
-            "rank": self._mesh.get_local_rank("shard"),
-            "is_primary": self._mesh.get_local_rank("replica") == 0,
-            "control_group": self._control_group,
-            "shard_group": self._mesh.get_group("shard") if has_replicas else None,
-            "replica_group": self._mesh.get_group("replica") if has_replicas else None,
-        }
-
-    def _finish_model(
-        self, boosted: ModelWrapper, *, is_trained: bool, cast_inputs: bool, outputs_fp32: bool = True
-    ) -> None:
-        """Set the model's precision, cast what the wrappers have not, and refuse training without them."""
-        model = boosted.unwrap()
-        if self._config.dtype is not None:
-            precision = WeightPrecision(self._config.dtype, cast_inputs=cast_inputs, outputs_fp32=outputs_fp32)
-            precision.cast(model)  # only frozen parameters and buffers are left
-            boosted.precision = precision
-        if self.dp_size > 1:
-            refuse_plain_training(boosted, untrained=() if is_trained else model.parameters())

@@ -83,9 +83,6 @@ def test_equal_records_are_equal_whatever_they_computed():
 
 def test_the_tracer_writes_down_what_happens():
     tracer = Tracer()
-    assert not tracer.is_recording
-    tracer.begin()
-    assert tracer.is_recording
     tracer.record_other_bytes(5)  # the batch
     tracer.record_use([3, 1, 3], False)
     tracer.record_other_bytes(2)
@@ -95,9 +92,7 @@ def test_the_tracer_writes_down_what_happens():
     tracer.record_use([], True)
     tracer.record_use([1], True)
     tracer.record_other_bytes(4)
-    record = tracer.finish()
-    assert not tracer.is_recording
-    assert record == Trace(
+    assert tracer.trace() == Trace(
         (
             TraceEvent(chunks=(3, 1), is_backward=False, other_bytes=5),
             TraceEvent(chunks=(1,), is_backward=False, other_bytes=9),
@@ -105,34 +100,6 @@ def test_the_tracer_writes_down_what_happens():
             TraceEvent(chunks=(1,), is_backward=True, other_bytes=4),
         )
     )
-
-
-def test_an_iteration_that_broke_off_is_forgotten():
-    tracer = Tracer()
-    tracer.begin()
-    tracer.record_other_bytes(99)
-    tracer.record_use([0], False)
-    tracer.begin()
-    tracer.record_use([1], False)
-    assert tracer.finish() == Trace((TraceEvent(chunks=(1,), is_backward=False, other_bytes=0),))
-
-
-@pytest.mark.parametrize(
-    "note",
-    [
-        lambda tracer: tracer.record_use([0], False),
-        lambda tracer: tracer.record_other_bytes(1),
-        lambda tracer: tracer.finish(),
-    ],
-)
-def test_nothing_is_noted_outside_of_an_iteration(note):
-    tracer = Tracer()
-    with pytest.raises(AssertionError):
-        note(tracer)
-    tracer.begin()
-    tracer.finish()
-    with pytest.raises(AssertionError):
-        note(tracer)
 
 
 def follow(cursor, moments):
