@@ -469,7 +469,7 @@ class ChunkManager:
                 self.release(chunk)
 
     def _prefetch(self, needed: Collection[Chunk]) -> None:
-        """Prefetch upcoming chunks if the memory budget allows; needed ones keep theirs if a reduction begins."""
+        """Prefetch upcoming chunks if the memory budget allows; a reduction that starts then leaves needed weights."""
         ahead = self._ahead(skip=())
         if not ahead:
             return
