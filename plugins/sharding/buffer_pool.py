@@ -87,7 +87,7 @@ class BufferPool:
         return buffer
 
     def release(self, *buffers: Buffer | None) -> None:
-        """Release buffers, of which the caller has dropped its own views; None is no buffer."""
+        """Release buffers, of which the caller has dropped its own views, and ignore None."""
         for buffer in buffers:
             if buffer is not None:
                 self._acquired_bytes -= buffer.num_bytes
