@@ -27,7 +27,6 @@ from booster.errors import ConfigError, DesyncError, format_list
 from booster.kernels.checksum import crc32
 from booster.lazy_init import is_lazy, materialize_own
 from booster.rng_state import get_rng_state, set_rng_state, set_seed
-from booster.validation import error_of
 
 # The initial values of the tensors that a module holds directly depend on the seed and the module's name only. They are
 # allocated at full size, with generators seeded by both, while all other tensors of the model are replaced by
@@ -215,7 +214,12 @@ class Materializer:
 
     def _on_all_ranks(self, action: Callable[[], None]) -> None:
         """Run an action; an error on any rank is raised on all."""
-        raise_on_all_ranks(error_of(action), self._group)
+        error: Exception | None = None
+        try:
+            action()
+        except Exception as raised:  # raised again below, on all ranks
+            error = raised
+        raise_on_all_ranks(error, self._group)
 
     def _stages(self, named: Sequence[tuple[str, torch.Tensor]]) -> list[list[int]]:
         """Return the state of each tensor on each rank; raise on all ranks if the states are incompatible."""
