@@ -21,7 +21,7 @@ from booster.logger import log_rank_zero
 from booster.moe.balance import balance_globally
 from booster.plugins.base import WrappedPair, check_memory_is_apart, refuse_quantized_weights
 from booster.plugins.low_level_zero.optimizer import ZeroOptimizer
-from booster.plugins.sharding.config import ShardGroups, WeightPrecision
+from booster.plugins.sharding.config import ShardGroups
 from booster.plugins.sharding.elementwise import require_elementwise
 from booster.plugins.sharding.plugin import ShardedPlugin
 from booster.plugins.sync_batch_norm import convert_batch_norm
@@ -397,7 +397,6 @@ class HybridParallelPlugin(ShardedPlugin):
                 self._shard_groups("dp"),
                 expert_groups=self._shard_groups("edp") if config.ep_size > 1 else None,
                 part=part,
-                loss_scaler=self._config.new_loss_scaler(),
                 is_primary=mesh.rank("dp", "sp", "pp", *mesh.extra_axes) == 0,
             )
         if stage_model is not None and config.pipeline is not None:
@@ -405,10 +404,7 @@ class HybridParallelPlugin(ShardedPlugin):
             runtime = build_runtime(boosted, stage_model, config.pipeline, mesh, self._device, weight_gradients)
             boosted.run_batch = runtime.run
             cast_absent_tensors(model, config.dtype)
-        if config.dtype is not None:
-            precision = WeightPrecision(config.dtype, cast_inputs=config.cast_inputs)
-            precision.cast(model)  # frozen parameters and buffers; the others are cast already
-            boosted.precision = precision
+        config.set_precision(boosted, cast_inputs=config.cast_inputs)
         if optimizer is not None or mesh.size("dp", "sp") > 1:
             refuse_plain_training(boosted, untrained=model.parameters() if optimizer is None else ())
         return boosted, wrapped
