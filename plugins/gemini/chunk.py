@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 
 import torch
@@ -158,6 +159,50 @@ def finish_transfer(transfer: Transfer | None) -> None:
         transfer.wait()
 
 
+class TensorState(Enum):
+    """State of a parameter in its chunk.
+
+    FREE: sharded, this rank holds its shard only. HOLD: gathered and idle. COMPUTE: gathered, and a module that uses
+    the weights is running. HOLD_AFTER_BWD: the gradient has arrived in `.grad`, and this backward no longer needs the
+    weights. READY_FOR_REDUCE: the gradient is in the chunk's gradient buffer.
+    """
+
+    FREE = "free"
+    HOLD = "hold"
+    COMPUTE = "compute"
+    HOLD_AFTER_BWD = "hold_after_backward"
+    READY_FOR_REDUCE = "ready_for_reduce"
+
+    __hash__ = object.__hash__  # members are compared by identity, and Enum's own takes a call of Python
+
+
+# A gradient may arrive while the weights are sharded: an embedding's backward does not read them. Weights whose
+# gradient is complete may be read again, by a retained graph or by a second use behind a detach().
+_LEGAL: dict[TensorState, frozenset[TensorState]] = {
+    TensorState.FREE: frozenset({TensorState.HOLD, TensorState.HOLD_AFTER_BWD}),
+    TensorState.HOLD: frozenset({TensorState.COMPUTE, TensorState.FREE, TensorState.HOLD_AFTER_BWD}),
+    TensorState.COMPUTE: frozenset({TensorState.HOLD, TensorState.HOLD_AFTER_BWD}),
+    TensorState.HOLD_AFTER_BWD: frozenset({TensorState.READY_FOR_REDUCE}),
+    TensorState.READY_FOR_REDUCE: frozenset({TensorState.HOLD_AFTER_BWD, TensorState.HOLD, TensorState.FREE}),
+}
+
+
+def checked_transition(name: str, before: TensorState, after: TensorState) -> TensorState:
+    """Return `after` if the transition is legal.
+
+    Args:
+        name: Name of the parameter.
+        before: Current state.
+        after: Next state. An unchanged state is always legal.
+
+    Raises:
+        RuntimeError: The transition is illegal, which is a bug of this package.
+    """
+    if after is not before and after not in _LEGAL[before]:
+        raise RuntimeError(f"parameter {name!r} can't go from {before.name} to {after.name}")
+    return after
+
+
 # Note [Chunk lifetime]
 # Between two steps a rank holds its shard of a chunk's weights, in memory or in the offload tier. The parameters are
 # bound to a placeholder: a nan that is expanded to their shape. `start_gather` all-gathers the shards into a buffer of
@@ -178,6 +223,7 @@ class ChunkParam:
         parameter: The model's parameter.
         region: Region of the parameter in the chunk.
         chunk: The chunk.
+        state: Current state.
         num_pins: Number of running modules that use the parameter.
         num_saved: Number of operators in live graphs whose backward will read the weights.
         is_expected: True if the chunk is incomplete without this gradient, as it arrived in an earlier backward.
@@ -191,6 +237,7 @@ class ChunkParam:
     parameter: nn.Parameter
     region: ParamRegion
     chunk: Chunk
+    state: TensorState = TensorState.FREE
     num_pins: int = 0
     num_saved: int = 0
     is_expected: bool = True
@@ -198,6 +245,10 @@ class ChunkParam:
     has_gradient: bool = False
     has_grad_hook: bool = False
     is_overwritten: bool = False
+
+    def set_state(self, state: TensorState) -> None:
+        """Change the state; raise `RuntimeError` if the transition is illegal."""
+        self.state = checked_transition(self.name, self.state, state)
 
     def unbind(self) -> None:
         """Bind the parameter to the placeholder."""
@@ -372,6 +423,8 @@ class Chunk:
         assert self.gathered is not None, "there are no weights"
         for param in self.params:
             param.parameter.data = param.view_in(self.gathered)
+            if param.state is TensorState.FREE:
+                param.set_state(TensorState.HOLD)
 
     def release(self) -> Buffer | None:
         """Unbind the parameters and return the buffer, which has no views left in this class."""
@@ -382,6 +435,8 @@ class Chunk:
     def _unbind_params(self) -> None:
         for param in self.params:
             param.unbind()
+            if param.state in (TensorState.HOLD, TensorState.COMPUTE):
+                param.set_state(TensorState.FREE)
 
     def _drop_gathered(self) -> Buffer | None:
         buffer, self._buffer, self.gathered = self._buffer, None, None
@@ -395,12 +450,16 @@ class Chunk:
         self.num_pins += 1
         for param in params:
             param.num_pins += 1
+            if param.state is TensorState.HOLD:
+                param.set_state(TensorState.COMPUTE)
 
     def unpin(self, params: Iterable[ChunkParam]) -> None:
         """Undo `pin` when the module has finished."""
         self.num_pins -= 1
         for param in params:
             param.num_pins -= 1
+            if param.num_pins == 0 and param.state is TensorState.COMPUTE:
+                param.set_state(TensorState.HOLD)
 
     def remove(self, param: ChunkParam) -> None:
         """Remove a parameter; its region becomes padding."""
@@ -428,6 +487,8 @@ class Chunk:
         """Move a gradient from `.grad` into the gradient buffer, which `take_buffer` returns for a number of bytes."""
         gradient = param.parameter.grad
         assert gradient is not None, "the gradient has arrived"
+        if param.state is not TensorState.HOLD_AFTER_BWD:
+            param.set_state(TensorState.HOLD_AFTER_BWD)
         if self._gradient is None and self.gathered is not None and self._may_overwrite(param):
             self._gradient = self.gathered
         elif self._gradient is None:
@@ -447,6 +508,7 @@ class Chunk:
         param.parameter.grad = None
         self._num_arrived += param.is_expected and not param.has_gradient
         param.is_used = param.has_gradient = True
+        param.set_state(TensorState.READY_FOR_REDUCE)
 
     def _may_overwrite(self, param: ChunkParam) -> bool:
         """Whether no module, graph or view needs the weights in the gathered buffer."""
@@ -543,6 +605,8 @@ class Chunk:
         self._num_arrived = 0
         for param in self.params:
             param.has_gradient = False
+            if param.state is TensorState.READY_FOR_REDUCE:
+                param.set_state(TensorState.HOLD if self.is_gathered else TensorState.FREE)
         return used, transfer
 
     def drop_gradients(self) -> Buffer | None:
@@ -557,6 +621,8 @@ class Chunk:
         for param in self.params:
             param.parameter.grad = None
             param.has_gradient = False
+            if param.state in (TensorState.READY_FOR_REDUCE, TensorState.HOLD_AFTER_BWD):
+                param.state = TensorState.HOLD if self.is_gathered else TensorState.FREE
         return buffer
 
     def local_gradient(self, param: ChunkParam) -> torch.Tensor | None:

@@ -63,6 +63,10 @@ class Bench:
     def slots(self):
         return self.chunk.params
 
+    @property
+    def states(self):
+        return {slot.state for slot in self.slots}
+
     def take(self, num_bytes):
         self.num_taken += 1
         buffer = self.pool.acquire(num_bytes)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from gemini_chunk_cases import ALL, CPU, SHAPES, Bench
 from harness import distributed
 
-from booster.plugins.gemini.chunk import placeholder
+from booster.plugins.gemini.chunk import TensorState, placeholder
 from booster.plugins.gemini.nvme_tier import DiskTier
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.int64, torch.bool]
@@ -39,9 +39,11 @@ def test_weights_come_and_go():
     chunk.finish_gather()
     assert (chunk.is_gathering, chunk.is_gathered, chunk.has_all_weights) == (False, True, True)
     assert bench.shows_weights()
+    assert bench.states == {TensorState.HOLD}
     bench.release()
     assert not chunk.is_gathered
     assert bench.shows_nothing()
+    assert bench.states == {TensorState.FREE}
     assert [parameter.shape for parameter in bench.parameters] == [torch.Size(shape) for shape in SHAPES]
     assert bench.pool.bytes_in_use == 0
     bench.gather()
@@ -68,12 +70,13 @@ def test_what_a_module_uses_is_not_released():
     bench.gather()
     chunk.pin(slots[:2])
     chunk.pin(slots[1:2])
-    assert [slot.num_pins for slot in slots] == [1, 2, 0, 0]
+    assert [slot.state for slot in slots] == [TensorState.COMPUTE] * 2 + [TensorState.HOLD] * 2
     assert not chunk.can_be_released
     chunk.unpin(slots[:2])
-    assert [slot.num_pins for slot in slots] == [0, 1, 0, 0]
+    assert [slot.state for slot in slots[:2]] == [TensorState.HOLD, TensorState.COMPUTE]
     assert not chunk.can_be_released
     chunk.unpin(slots[1:2])
+    assert bench.states == {TensorState.HOLD}
     assert chunk.can_be_released
 
 

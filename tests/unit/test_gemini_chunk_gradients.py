@@ -6,6 +6,7 @@ import pytest
 import torch
 from gemini_chunk_cases import ALL, SHAPES, Bench
 
+from booster.plugins.gemini.chunk import TensorState
 from booster.plugins.gemini.nvme_tier import DiskTier
 
 
@@ -21,8 +22,10 @@ def test_gradients_take_the_place_of_weights_that_are_not_viewed():
     assert bench.num_taken == 1  # the payload
     assert bench.chunk.holds_gradients_in_weights
     assert not bench.chunk.can_be_released
+    assert bench.states == {TensorState.READY_FOR_REDUCE}
     bench.reduce()
     assert bench.num_taken == 1
+    assert bench.states == {TensorState.FREE}
     assert bench.shows_nothing()
     assert all(torch.equal(sums, bench.gradient(index)) for index, sums in enumerate(bench.sums()))
     assert bench.pool.bytes_in_use == 0
@@ -61,6 +64,7 @@ def test_weights_that_somebody_looks_at_stay(look):
     assert bench.chunk.has_all_weights
     assert bench.shows_weights()
     bench.reduce()
+    assert bench.states == {TensorState.HOLD}
     assert bench.shows_weights()
     assert all(torch.equal(sums, bench.gradient(index)) for index, sums in enumerate(bench.sums()))
     assert bench.pool.bytes_in_use == bench.layout.num_bytes
@@ -244,6 +248,7 @@ def test_a_kept_chunk_never_loses_its_weights():
         assert not bench.chunk.holds_gradients_in_weights
         bench.reduce()
         assert bench.shows_weights()
+        assert bench.states == {TensorState.HOLD}
     assert all(torch.equal(sums, 2 * bench.gradient(index)) for index, sums in enumerate(bench.sums()))
     assert bench.pool.bytes_in_use == 0
 
@@ -284,6 +289,7 @@ def test_gradients_are_forgotten(when, has_weights, is_kept):
     assert not bench.chunk.has_grad_shard
     assert bench.chunk.grad_shard.bytes_in_memory == 0
     assert all(parameter.grad is None for parameter in bench.parameters)
+    assert bench.states == {TensorState.HOLD if bench.chunk.is_gathered else TensorState.FREE}
     assert bench.shows_weights() if bench.chunk.is_gathered else bench.shows_nothing()
     if bench.chunk.is_gathered and not is_kept:
         bench.release()
