@@ -50,7 +50,7 @@ class ColumnParallelConfig:
         tp_group: The tensor-parallel group.
         sizes: Number of output features of each rank.
         gathers_output: If True, the layer returns the features of all ranks.
-        is_input_gathered: If True, the input comes from `all_gather_sequence` or `copy_to_tp_region` already.
+        is_input_gathered: If True, the input comes from `all_gather_shards` or `copy_to_tp_region` already.
         siblings: All layers that read the same input.
     """
 
@@ -164,7 +164,7 @@ def make_column_parallel(
         tp_group: The tensor-parallel group.
         sizes: Number of output features of each rank.
         gathers_output: If True, the layer returns the features of all ranks.
-        is_input_gathered: If True, the input comes from `all_gather_sequence` or `copy_to_tp_region` already.
+        is_input_gathered: If True, the input comes from `all_gather_shards` or `copy_to_tp_region` already.
         siblings: All layers that read the same input, including this one.
 
     Raises:
