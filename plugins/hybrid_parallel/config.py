@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -19,8 +19,7 @@ from .activation_checkpointing import GradientCheckpointConfig, parse_checkpoint
 from .expert_parallel.dispatch import Capacity
 from .expert_parallel.plan import EXPERT_STYLE
 from .mesh import AXES, EXPERT_AXES
-from .pipeline_parallel.config import PipelineArguments, RankIndependentRepr
-from .pipeline_parallel.schedules import PipelineSchedule
+from .pipeline_parallel.config import PipelineArguments
 from .tensor_parallel_nd.grid import GRID_MODES, TensorGridShape
 
 # The first two shard the tokens over the tp axis wherever its ranks would hold the same activations; Korthikanti et
@@ -35,8 +34,7 @@ TENSOR_MODES = ("1d", *GRID_MODES)
 
 _FLAGS = (
     *("enable_sequence_parallelism", "parallel_output", "dp_outside", "broadcast_buffers", "find_unused_parameters"),
-    *("check_reduction", "gradient_as_bucket_view", "static_graph", "broadcast_loss", "enable_metadata_cache"),
-    *("drop_tokens", "overlap_shared_experts"),
+    *("check_reduction", "gradient_as_bucket_view", "static_graph", "drop_tokens", "overlap_shared_experts"),
 )
 
 
@@ -45,7 +43,6 @@ class HybridConfig(ShardedConfig):
     """Options of `HybridParallelPlugin` by their names there, where they are documented."""
 
     tp_size: int
-    pp_size: int
     sp_size: int | None
     zero_stage: int
     enable_sequence_parallelism: bool
@@ -67,15 +64,7 @@ class HybridConfig(ShardedConfig):
     overlap_allgather: bool
     cast_inputs: bool
     gradient_checkpoint_config: GradientCheckpointConfig | Mapping[str, Any] | bool | None
-    num_microbatches: int | None
-    microbatch_size: int | None
-    pp_style: str | PipelineSchedule | RankIndependentRepr
-    num_model_chunks: int
-    num_layers_per_stage: Sequence[int] | None
-    broadcast_loss: bool
-    enable_metadata_cache: bool
-    split: Sequence[str] | None
-    execution_sequence: Sequence[str | Callable[..., Any]] | RankIndependentRepr | None
+    stages: PipelineArguments
     ep_size: int
     capacity_factor: float | None
     min_capacity: int
@@ -84,13 +73,6 @@ class HybridConfig(ShardedConfig):
     tp_mode: str
     tp_depth: int | None
     extra_axes: Mapping[str, int] | None
-
-    def __post_init__(self) -> None:
-        # Ranks compare the reprs of all fields, which must not contain addresses.
-        for name in ("pp_style", "execution_sequence"):
-            given = getattr(self, name)
-            if not isinstance(given, str | RankIndependentRepr | None):
-                object.__setattr__(self, name, RankIndependentRepr(given))
 
     # Derived values; valid after `check`.
 
@@ -148,9 +130,14 @@ class HybridConfig(ShardedConfig):
         return None if given is None else parse_checkpoint_config(given, self.pp_size)
 
     @property
+    def pp_size(self) -> int:
+        """Number of pipeline stages."""
+        return self.stages.pp_size
+
+    @property
     def pipeline(self) -> PipelineArguments | None:
         """Arguments of pipeline parallelism, or None with a single stage."""
-        return self._pipeline_arguments() if self.pp_size > 1 else None
+        return self.stages if self.pp_size > 1 else None
 
     def axis_sizes(self, world_size: int) -> dict[str, int]:
         """Return the number of ranks along each axis; dp is the remaining factor."""
@@ -165,7 +152,7 @@ class HybridConfig(ShardedConfig):
                 f"enable_sequence_parallelism=True without a mode: using"
                 f" sequence_parallelism_mode={self.sequence_mode!r}, which shards the tokens over the tp_size ranks"
             )
-        return lines + self._pipeline_arguments().remarks()
+        return lines + self.stages.remarks()
 
     # Checks.
 
@@ -174,7 +161,7 @@ class HybridConfig(ShardedConfig):
             check_flag(name, getattr(self, name))
         self._check_counts()
         self._check_extra_axes()
-        self._pipeline_arguments().check()
+        self.stages.check()
         self._check_sequence_parallelism()
         self._check_tensor_grid()
         self._check_world(world_size)
@@ -376,20 +363,6 @@ class HybridConfig(ShardedConfig):
             size = getattr(self, name)
             if not is_non_nan_number(size) or not 0 < size < float("inf"):
                 raise ConfigError(f"{name} must be a positive number, got {size!r}: give a size in {example}")
-
-    def _pipeline_arguments(self) -> PipelineArguments:
-        return PipelineArguments(
-            style=RankIndependentRepr.unwrap(self.pp_style),
-            num_stages=self.pp_size,
-            num_chunks=self.num_model_chunks,
-            num_microbatches=self.num_microbatches,
-            microbatch_size=self.microbatch_size,
-            num_layers_per_stage=self.num_layers_per_stage,
-            broadcast_loss=self.broadcast_loss,
-            caches_metadata=self.enable_metadata_cache,
-            split=self.split,
-            execution_sequence=RankIndependentRepr.unwrap(self.execution_sequence),
-        )
 
     def zero(self) -> ZeroConfig:
         """Return the equivalent options of ZeRO, whose checks apply here as well.

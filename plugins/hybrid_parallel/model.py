@@ -36,8 +36,9 @@ from booster.rng_state import get_rng_state, set_rng_state
 
 from .expert_parallel.experts import ExpertParallelGroup
 from .pipeline_parallel.microbatch import PipelineRun
-from .pipeline_parallel.stage_forward import ModelChunk, StageActivation, run_chunk
+from .pipeline_parallel.stage_forward import StageActivation, run_chunk
 from .pipeline_parallel.stage_module import StageModel
+from .pipeline_parallel.stage_partition.stage_plan import ModelChunk
 from .sequence_parallel.group import SequenceParallelGroup
 from .tensor_parallel.group import TensorParallelGroup
 

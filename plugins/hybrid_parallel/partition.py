@@ -26,10 +26,10 @@ from .mesh import HybridMesh
 from .parallelize import parallelize
 from .pipeline_parallel.deferred_wgrad import DeferredWeightGrads, defer_weight_gradients
 from .pipeline_parallel.shard_params import shard_parameters
-from .pipeline_parallel.stage_forward import StagePartition
 from .pipeline_parallel.stage_module import StageModel, build_stage, install_chunk_forward
 from .pipeline_parallel.stage_partition.balance import partition_layers
 from .pipeline_parallel.stage_partition.partition import choose_stage_plan, explain_stages
+from .pipeline_parallel.stage_partition.stage_plan import StagePartition
 from .sequence_parallel.attention_dispatch import use_sequence_attention
 from .sequence_parallel.group import SequenceParallelGroup
 from .sequence_parallel.layer_stack import attach_stack, check_only_attention_mixes_tokens
@@ -244,15 +244,7 @@ class ModelPartitioner:
         pipeline, stage_partition = self._arguments.pipeline, self.stage_partition(model)
         if pipeline is None or stage_partition is None:
             return table
-        stages = explain_stages(
-            model,
-            stage_partition.plan,
-            stage_partition.bounds,
-            stage_partition.schedule,
-            stage_partition.num_stages,
-            stage_partition.num_chunks,
-            pipeline.num_microbatches,
-        )
+        stages = explain_stages(model, stage_partition, pipeline.num_microbatches)
         return f"{stages}\n\n{table}" if self.tp_group is not None or experts is not None else stages
 
     def _activations(self, model: nn.Module, plan: TensorParallelPlan, batch_size: int) -> str:
@@ -284,7 +276,7 @@ class ModelPartitioner:
             return None
         plan = choose_stage_plan(model, split=pipeline.split, execution_sequence=pipeline.execution_sequence)
         bounds = partition_layers(model, plan, pipeline.num_positions, pipeline.num_layers_per_stage)
-        return StagePartition(plan, bounds, pipeline.schedule, pipeline.num_stages, pipeline.num_chunks)
+        return StagePartition(plan, bounds, pipeline.schedule, pipeline.pp_size, pipeline.num_model_chunks)
 
     def check(self, model: nn.Module) -> PartitionPlan:
         """Plan the partition of a model, and check everything about it that this rank can check alone.

@@ -39,8 +39,8 @@ from .pipeline_parallel.deferred_wgrad import DeferredWeightGrads
 from .pipeline_parallel.microbatch import BatchConsistency, Microbatch, PipelineRun, fetch, join_outputs, split_batch
 from .pipeline_parallel.p2p import LinkPeer, ReceivedActivation, SentActivation, StageP2P
 from .pipeline_parallel.schedules import ActionKind, StageAction
-from .pipeline_parallel.stage_forward import StageActivation, StagePartition
 from .pipeline_parallel.stage_module import StageModel
+from .pipeline_parallel.stage_partition.stage_plan import StagePartition
 
 _KINDS = {
     ActionKind.FORWARD: "forward",
@@ -214,25 +214,23 @@ class PipelineRuntime:
         microbatch = self._microbatches[step.action.microbatch]
         received = None if step.receives is None else self._p2p.recv_output(step.receives)
         self._reduce_if_last(step)
-        boundary_in = None if received is None else StageActivation.from_tree(received.tree)
         check = (chunk.position, self._model.training)
         # The first forward of a chunk needs a graph, which `check_independent` examines.
         with nullcontext() if check in self._checked else torch.enable_grad():
-            boundary, outputs = self._model.run_chunk(chunk, boundary_in, microbatch.batch)
+            activation = None if received is None else received.tree
+            boundary, outputs = self._model.run_chunk(chunk, activation, microbatch.batch)
             loss = None if boundary is not None else self._loss_of(outputs, step.action.microbatch)
             if check not in self._checked:
                 results = [loss] if loss is not None else []
-                results += iter_tensors(outputs if boundary is None else boundary.to_tree())
+                results += iter_tensors(outputs if boundary is None else boundary)
                 self._model.check_independent(results)
                 self._checked.add(check)
         trains = torch.is_grad_enabled()
         live = _InFlightMicrobatch(received if trains else None, None, loss if trains else None)
         if boundary is not None:
             assert step.sends is not None
-            tree = boundary.to_tree()
-            if not trains:
-                tree = map_tensors(torch.Tensor.detach, tree)
-            live.sent = self._p2p.send_output(step.sends, tree)
+            sent = boundary if trains else map_tensors(torch.Tensor.detach, boundary)
+            live.sent = self._p2p.send_output(step.sends, sent)
         elif self._keeps_outputs:
             self._current.outputs[step.action.microbatch] = map_tensors(torch.Tensor.detach, outputs)
         if trains:
@@ -392,7 +390,7 @@ def build_runtime(
             stage,
             ends,
             device,
-            caches_specs=arguments.caches_metadata,
+            caches_specs=arguments.enable_metadata_cache,
             is_ordered=is_ordered,
         ),
         BatchConsistency(mesh.control_group(*AXES), mesh.rank("dp")),

@@ -34,7 +34,7 @@ from booster.comm import RecvChannel, SendChannel, TensorMeta
 from booster.errors import ConfigError
 
 from .schedules import Message, StageAction, action_list, check_orders, incoming_messages, message_order
-from .stage_forward import StagePartition
+from .stage_partition.stage_plan import StagePartition
 from .tree_spec import TreeSpec, flatten
 
 _MAX_CACHED_SPECS = 1024
@@ -114,7 +114,7 @@ class StageP2P:
         """Clear the cache of headers; all stages must do so at the same batch."""
         self._cached_specs.clear()
 
-    def begin(self, signatures: Sequence[Hashable], *, with_gradients: bool) -> list[StageAction]:
+    def begin(self, signatures: Sequence[Hashable], *, with_gradients: bool) -> Sequence[StageAction]:
         """Start a batch, and return the stage's actions. No communication.
 
         Args:

@@ -17,14 +17,13 @@ from .placeholders import PlaceholderModules
 from .shard_params import shard_parameters
 from .stage_forward import (
     ChunkContext,
-    ModelChunk,
     PersistentBuffer,
     SharedBuffers,
-    StagePartition,
     install_layer,
     install_skip_output,
     persistent_buffers,
 )
+from .stage_partition.stage_plan import ModelChunk, StagePartition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

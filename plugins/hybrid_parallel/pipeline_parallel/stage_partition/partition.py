@@ -11,13 +11,12 @@ from typing import Any
 from torch import nn
 
 from booster.errors import ConfigError, format_list
-from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import PipelineSchedule
-from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.simulation import simulate
+from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import simulate
 from booster.plugins.hybrid_parallel.tp_plan.tables import pretrained_models
 
-from .balance import chunk_costs, position_of_gap
+from .balance import chunk_costs
 from .layer_chain import LayerChain, find_chain
-from .stage_plan import StagePlan, listed, parameters_below, shared_parameter_names
+from .stage_plan import StagePartition, StagePlan, listed, parameters_below, shared_parameter_names
 from .tracing import Trace, containers_of, find_gaps, holds_parameters, outside_of, trace_calls
 
 
@@ -29,11 +28,6 @@ def plan_of_sequence(model: nn.Module, sequence: Sequence[str | Callable[..., An
     Raises:
         ConfigError: It has no modules, unknown, repeated or nested ones, or it leaves out parameters.
     """
-    if isinstance(sequence, str) or not all(isinstance(step, str) or callable(step) for step in sequence):
-        raise ConfigError(
-            f"execution_sequence={sequence!r} is not a list of names of modules and functions: give such as"
-            " ['embedding', 'layers.0', 'layers.1', torch.tanh, 'head']"
-        )
     _check_steps(model, sequence)
     units = tuple(step for step in sequence if isinstance(step, str))
     _check_names(model, units)
@@ -230,11 +224,6 @@ def _common_parent(names: tuple[str, ...]) -> str:
 
 
 def _checked_names(model: nn.Module, split: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(split, str) or not split or not all(isinstance(name, str) for name in split):
-        raise ConfigError(
-            f"split={split!r} is not a list of names: give the names of the modules at which later stages"
-            " begin, such as split=['model.layers.4']"
-        )
     known = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     _check_known("split", split, known)
     if repeated := [name for name in dict.fromkeys(split) if split.count(name) > 1]:
@@ -266,35 +255,24 @@ _HEADER = ("stage", "chunk", "layers", "modules outside of them", "parameters", 
 _NUM_TEXTS = 4
 
 
-def explain_stages(
-    model: nn.Module,
-    plan: StagePlan,
-    bounds: tuple[int, ...],
-    schedule: PipelineSchedule,
-    num_stages: int,
-    num_chunks: int,
-    num_microbatches: int | None = None,
-) -> str:
-    """Return a stage plan as a table with a line per chunk, in model order.
+def explain_stages(model: nn.Module, partition: StagePartition, num_microbatches: int | None = None) -> str:
+    """Return a partition as a table with a line per chunk, in model order.
 
     Args:
         model: The full model, before it is partitioned.
-        plan: Result of `choose_stage_plan`.
-        bounds: Result of `partition_layers`.
-        schedule: Schedule, which assigns chunks to stages.
-        num_stages: Number of stages.
-        num_chunks: Model chunks per stage.
+        partition: Its partition.
         num_microbatches: Microbatches per step, from which the bubble is computed; optional.
     """
+    plan, bounds = partition.plan, partition.bounds
     costs = chunk_costs(model, plan, bounds)
     total = sum(costs) or 1.0
     rows: list[tuple[str, ...]] = []
     for position, cost in enumerate(costs):
-        stage, chunk = schedule.place(position, num_stages)
-        units = plan.layers[bounds[position] : bounds[position + 1]]
-        outside = [name for name, gap in plan.gaps.items() if position_of_gap(gap, bounds) == position]
-        number, size = _size_of(model, (*units, *outside))
-        span = units[0] if len(units) == 1 else f"{units[0]} .. {units[-1]} ({len(units)})"
+        stage, chunk = partition.schedule.place(position, partition.num_stages)
+        layers = plan.layers[bounds[position] : bounds[position + 1]]
+        outside = [name for name, gap in plan.gaps.items() if partition.position_of_gap(gap) == position]
+        number, size = _size_of(model, (*layers, *outside))
+        span = layers[0] if len(layers) == 1 else f"{layers[0]} .. {layers[-1]} ({len(layers)})"
         rows.append(
             (
                 *(str(stage), str(chunk), span, ", ".join(outside) or "-"),
@@ -303,8 +281,8 @@ def explain_stages(
         )
     lines = _aligned([_HEADER, *rows])
     lines.append(f"plan: {plan.source}")
-    lines.append(_schedule_line(schedule, num_stages, num_chunks, num_microbatches))
-    lines.extend(_shared_lines(model, plan, bounds, schedule, num_stages))
+    lines.append(_schedule_line(partition, num_microbatches))
+    lines.extend(_shared_lines(model, partition))
     if plan.skip_outputs:
         lines.append(f"sent on to all later stages: the output of {', '.join(plan.skip_outputs)}")
     return "\n".join(lines)
@@ -317,7 +295,8 @@ def _size_of(model: nn.Module, names: Iterable[str]) -> tuple[int, int]:
     return number, sum(parameter.numel() * parameter.element_size() for parameter in held.values())
 
 
-def _schedule_line(schedule: PipelineSchedule, num_stages: int, num_chunks: int, num_microbatches: int | None) -> str:
+def _schedule_line(partition: StagePartition, num_microbatches: int | None) -> str:
+    schedule, num_stages, num_chunks = partition.schedule, partition.num_stages, partition.num_chunks
     line = f"schedule: {schedule.name}, {num_stages} stages"
     if num_chunks > 1:
         line += f" of {num_chunks} chunks"
@@ -327,20 +306,15 @@ def _schedule_line(schedule: PipelineSchedule, num_stages: int, num_chunks: int,
     return f"{line}, {num_microbatches} microbatches: stages wait {waiting:.1%} of the time if all chunks cost the same"
 
 
-def _shared_lines(
-    model: nn.Module, plan: StagePlan, bounds: tuple[int, ...], schedule: PipelineSchedule, num_stages: int
-) -> list[str]:
+def _shared_lines(model: nn.Module, partition: StagePartition) -> list[str]:
     """Return lines about the parameters on more than one stage."""
     stages: dict[int, set[int]] = {}
-    names: dict[int, list[str]] = {}
-
-    for name, gap in plan.places.items():
-        stage = schedule.place(position_of_gap(gap, bounds), num_stages)[0]
+    names: dict[int, dict[str, None]] = {}
+    for name in partition.plan.places:
         for full, parameter in parameters_below(model, name):
-            stages.setdefault(id(parameter), set()).add(stage)
-            if full not in names.setdefault(id(parameter), []):
-                names[id(parameter)].append(full)
-    lines = [f"held by all stages: {name}" for name in shared_parameter_names(model, plan)]
+            stages.setdefault(id(parameter), set()).update(partition.stages_of(name))
+            names.setdefault(id(parameter), {})[full] = None
+    lines = [f"held by all stages: {name}" for name in shared_parameter_names(model, partition.plan)]
     for key, holders in stages.items():
         if len(holders) > 1:
             lines.append(f"held by stages {', '.join(map(str, sorted(holders)))}: {' = '.join(names[key])}")
