@@ -44,8 +44,16 @@ from .tensor_parallel_nd.linear import make_grid_linear
 from .tensor_parallel_nd.plan import FEATURE_WISE, is_on_grid
 from .tensor_parallel_nd.stack import attach_grid_stack, take_own_examples
 from .tp_plan.attention_heads import owner_of
-from .tp_plan.plan import COLUMN_STYLES, ROW_STYLES, PlannedEntry, ShardedArgument, TensorParallelPlan
-from .tp_plan.validate import CLOSING_STYLES, OPEN_STYLES
+from .tp_plan.plan import (
+    CLOSING_STYLES,
+    COLUMN_STYLES,
+    FEATURE_STYLES,
+    OPEN_STYLES,
+    ROW_STYLES,
+    PlannedEntry,
+    ShardedArgument,
+    TensorParallelPlan,
+)
 
 
 def shard_argument(modules: Mapping[str, nn.Module], split: ShardedArgument, num_ranks: int, rank: int) -> None:
@@ -336,7 +344,7 @@ class _ModuleSwap:
                 multiple=self._multiple,
                 gathers_output=not self._parallel_output,
             )
-        elif style in ("embedding_colwise", "embedding_colwise_gather_output"):
+        elif style in FEATURE_STYLES:
             make_feature_parallel_embedding(module, tp_group, sizes=sizes, gathers_output=style != "embedding_colwise")
         else:
             self._apply_other(module, entry)

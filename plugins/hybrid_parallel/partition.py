@@ -42,13 +42,20 @@ from .tensor_parallel.shard_spec import sharded_spec, vocabulary_spec
 from .tensor_parallel_nd.grid import TensorGrid, TensorGridShape
 from .tensor_parallel_nd.plan import activation_shapes, grid_spec, is_on_grid, plan_for_grid, verify_examples
 from .tp_plan.annotations import marked_placements
-from .tp_plan.plan import COLUMN_STYLES, ROW_STYLES, PlannedEntry, TensorParallelPlan, explain, generalize
+from .tp_plan.plan import (
+    CLOSING_STYLES,
+    COLUMN_STYLES,
+    FEATURE_STYLES,
+    OPEN_STYLES,
+    ROW_STYLES,
+    SHARDED_STYLES,
+    VOCABULARY_STYLES,
+    PlannedEntry,
+    TensorParallelPlan,
+    explain,
+    generalize,
+)
 from .tp_plan.resolve import choose_plan
-from .tp_plan.validate import CLOSING_STYLES, OPEN_STYLES
-
-_VOCABULARY_STYLES = frozenset({"vocab", "vocab_head"})
-_FEATURE_STYLES = frozenset({"embedding_colwise", "embedding_colwise_gather_output"})
-_SHARDED_STYLES = COLUMN_STYLES | ROW_STYLES | _VOCABULARY_STYLES | _FEATURE_STYLES
 
 
 def planned_shard_specs(
@@ -103,7 +110,7 @@ def _planned_parameters(
             module_name, _, own_name = entry.name.rpartition(".")
             yield entry.name, modules[module_name]._parameters[own_name], entry, "weight"  # type: ignore[misc]
             continue
-        if entry.style not in _SHARDED_STYLES and not is_on_grid(entry):
+        if entry.style not in SHARDED_STYLES and not is_on_grid(entry):
             continue  # the style covers a subtree, whose parameters may have their own entries
         for own_name, parameter in modules[entry.name].named_parameters(recurse=False):
             yield f"{entry.name}.{own_name}", parameter, entry, own_name
@@ -113,9 +120,9 @@ def _shard_spec(
     entry: PlannedEntry, own_name: str, parameter: nn.Parameter, num_ranks: int, rank: int, multiple: int
 ) -> ShardSpec:
     shape, style, is_bias = tuple(parameter.shape), entry.style, own_name == "bias"
-    if style in _VOCABULARY_STYLES:
+    if style in VOCABULARY_STYLES:
         return vocabulary_spec(shape, multiple, num_ranks, rank)
-    is_sharded = entry.is_parameter or style in COLUMN_STYLES or (style in ROW_STYLES | _FEATURE_STYLES and not is_bias)
+    is_sharded = entry.is_parameter or style in COLUMN_STYLES or (style in ROW_STYLES | FEATURE_STYLES and not is_bias)
     if not is_sharded or not entry.blocks:
         return ShardSpec.unsharded(shape, is_primary=rank == 0)
     return sharded_spec(shape, 0 if is_bias else entry.dim, entry.blocks, num_ranks, rank)

@@ -17,12 +17,13 @@ from booster.plugins.hybrid_parallel.tp_plan.adapters import without_adapters
 from booster.plugins.hybrid_parallel.tp_plan.attention_heads import owner_of
 from booster.plugins.hybrid_parallel.tp_plan.equivalence_check import all_close, run, run_equivalence_check
 from booster.plugins.hybrid_parallel.tp_plan.plan import (
+    CLOSING_STYLES,
+    OPEN_STYLES,
     PlannedEntry,
     TensorParallelPlan,
     feature_sizes,
     generalize,
 )
-from booster.plugins.hybrid_parallel.tp_plan.validate import CLOSING_STYLES, OPEN_STYLES
 
 from .grid import TensorGridShape
 from .shard_spec import bias_spec, feature_spec, per_head_spec, weight_spec

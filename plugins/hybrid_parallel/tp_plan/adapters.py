@@ -22,9 +22,16 @@ from torch import nn
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.tensor_parallel.linear import is_linear
 
-from .plan import COLUMN_STYLES, ROW_STYLES, PlannedEntry, TensorParallelPlan, split_dim
+from .plan import (
+    CLOSING_STYLES,
+    COLUMN_STYLES,
+    OPEN_STYLES,
+    ROW_STYLES,
+    PlannedEntry,
+    TensorParallelPlan,
+    split_dim,
+)
 
-_OPEN_STYLES = frozenset({"colwise", "packed_colwise"})
 # Styles of B, beside a layer of the same style.
 _STYLES_OF_B = COLUMN_STYLES | {"vocab_head", "mla_kv_a_proj", "replicated_with_grad_allreduce"}
 # Styles of A, beside a layer of the same style.
@@ -148,9 +155,9 @@ def _adapter_entries(entry: PlannedEntry, owner: str, wrapper: nn.Module) -> Ite
                 yield replace(own, name=f"{magnitudes}.weight", dim=0, is_parameter=True)
             yield PlannedEntry(name=magnitudes, style="dora")
         if isinstance(wrapper.get_submodule(f"lora_dropout.{key}"), nn.Dropout):
-            if entry.style in _OPEN_STYLES:
+            if entry.style in OPEN_STYLES:
                 yield PlannedEntry(name=dropout, style="replicated_dropout")
-            elif entry.style in ("rowwise", "packed_rowwise"):
+            elif entry.style in CLOSING_STYLES:
                 yield PlannedEntry(name=dropout, style="sharded_dropout")
 
 

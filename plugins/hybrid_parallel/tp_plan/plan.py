@@ -281,6 +281,18 @@ STYLES = frozenset(
 )
 """All styles; see `Style`."""
 
+OPEN_STYLES = frozenset({"colwise", "packed_colwise"})
+"""Styles whose output stays sharded."""
+CLOSING_STYLES = frozenset({"rowwise", "packed_rowwise"})
+"""Styles with a sharded input and a reduced output."""
+COLUMN_STYLES = OPEN_STYLES | {"colwise_gather_output"}
+ROW_STYLES = CLOSING_STYLES | {"rowwise_split_input"}
+VOCABULARY_STYLES = frozenset({"vocab", "vocab_head"})
+FEATURE_STYLES = frozenset({"embedding_colwise", "embedding_colwise_gather_output"})
+"""Styles of embeddings that are sharded over features."""
+SHARDED_STYLES = COLUMN_STYLES | ROW_STYLES | VOCABULARY_STYLES | FEATURE_STYLES
+"""Styles that shard a weight."""
+
 _STYLE_ALIASES = {
     "colwise_rep": "colwise_gather_output",
     "embedding_rowwise": "vocab",
@@ -406,10 +418,6 @@ def _hits(pattern: str, names: list[str], prefix: str) -> list[str]:
         if hits := [name for name in names if name and matches(spelling, name)]:
             return hits
     return []
-
-
-COLUMN_STYLES = frozenset({"colwise", "colwise_gather_output", "packed_colwise"})
-ROW_STYLES = frozenset({"rowwise", "rowwise_split_input", "packed_rowwise"})
 
 
 def feature_sizes(module: nn.Module) -> tuple[int, int]:

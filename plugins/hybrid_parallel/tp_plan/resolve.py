@@ -31,6 +31,8 @@ from .equivalence_check import check_token_wise
 from .plan import (
     COLUMN_STYLES,
     ROW_STYLES,
+    SHARDED_STYLES,
+    VOCABULARY_STYLES,
     PartialPlan,
     PlannedEntry,
     Style,
@@ -47,7 +49,7 @@ from .tables import table_plan, transformers_plan
 from .user_plan_check import verify_user_plan
 from .validate import check_plan, check_styles
 
-_BY_ROWS = frozenset({"colwise", "colwise_gather_output", "vocab", "vocab_head"})
+_BY_ROWS = VOCABULARY_STYLES | {"colwise", "colwise_gather_output"}
 
 
 def resolve_ties(model: nn.Module, styles: Mapping[str, Style]) -> tuple[dict[str, Style], dict[str, str]]:
@@ -135,7 +137,6 @@ TENSOR_AXIS_MODES = frozenset({"split_gather", "ring"})
 
 _CROSS_ATTENTION = ("cross", "encdec", "encoder_attn", "enc_dec", "encoder_decoder")
 _LATENT = ("q_b_proj", "kv_b_proj")  # multi-head latent attention: each has its own input
-_VOCABULARY_STYLES = frozenset({"vocab_head", "vocab"})
 _MIXES_TOKENS = ("attention", "attn", "conv", "mamba", "mixer", "ssm", "lstm", "gru", "rnn", "batchnorm")
 
 
@@ -167,7 +168,7 @@ def find_siblings(
 def region_of(name: str, style: Style, stacks: tuple[tuple[str, ...], ...]) -> str:
     """Return the module whose input starts a module's region, or "" if the input is never sharded by tokens."""
     layer = stack_layer_of(name, stacks)
-    if layer is None or style.name in _VOCABULARY_STYLES or name == layer:
+    if layer is None or style.name in VOCABULARY_STYLES or name == layer:
         return ""
     if is_cross_attention(name) and role_of(name) != "query":
         return ""
@@ -243,7 +244,6 @@ def _needs_all_tokens(name: str, module: nn.Module, regions: set[str]) -> bool:
     return has_parameters and not has_region and not is_linear(module) and any(word in kind for word in _MIXES_TOKENS)
 
 
-_SHARDED_EMBEDDINGS = frozenset({"vocab", "vocab_head", "embedding_colwise", "embedding_colwise_gather_output"})
 _WITH_REGION = COLUMN_STYLES | {"embedding_colwise"}
 
 
@@ -319,7 +319,7 @@ def _styles_inside_embeddings(model: nn.Module, styles: Mapping[str, Style]) -> 
 
 def _weight(model: nn.Module, name: str, style: Style) -> tuple[torch.Tensor | None, int]:
     """Return the tensor that a style shards, or None, and the sharded dimension."""
-    if style.name not in COLUMN_STYLES | ROW_STYLES | _SHARDED_EMBEDDINGS:
+    if style.name not in SHARDED_STYLES:
         return None, 0
     if _is_parameter(model, name):
         parameter = model.get_parameter(name)

@@ -24,22 +24,23 @@ from .equivalence_check import (
     sample_inputs,
     shard_layer,
 )
-from .plan import AttributeChange, PlannedEntry, TensorParallelPlan, feature_sizes, generalize
-from .validate import CLOSING_STYLES, OPEN_STYLES, nearby_entries
+from .plan import (
+    CLOSING_STYLES,
+    OPEN_STYLES,
+    SHARDED_STYLES,
+    AttributeChange,
+    PlannedEntry,
+    TensorParallelPlan,
+    feature_sizes,
+    generalize,
+)
+from .validate import nearby_entries
 
 _SHARDED_OUTPUT = OPEN_STYLES | {"embedding_colwise"}
-_UNSHARDED_BOUNDARY = frozenset(  # styles with the same inputs and outputs as without sharding
-    {
-        "colwise_gather_output",
-        "embedding_colwise_gather_output",
-        "replicated",
-        "replicated_with_grad_allreduce",
-        "rowwise_split_input",
-        "sequence",
-        "vocab",
-        "vocab_head",
-    }
-)
+# Styles with the same inputs and outputs as without sharding.
+_UNSHARDED_BOUNDARY = (SHARDED_STYLES - _SHARDED_OUTPUT - CLOSING_STYLES) | {
+    *("replicated", "replicated_with_grad_allreduce", "sequence")
+}
 # A module may compute in single precision internally, and matmuls of other sizes round differently. The error of a
 # wrong split is as large as the values themselves, as weights and inputs are random.
 _USER_PLAN_TOLERANCE = 1e-4
