@@ -23,6 +23,7 @@ from booster.plugins.hybrid_parallel.tp_plan.plan import (
     TensorParallelPlan,
     feature_sizes,
     generalize,
+    module_order,
 )
 
 from .grid import TensorGridShape
@@ -91,8 +92,8 @@ def plan_for_grid(plan: TensorParallelPlan, model: nn.Module, grid: TensorGridSh
         _check_heads(entry, divided, grid)
     entries = list(plan.entries)
     entries += [PlannedEntry(name=name, style=FEATURE_WISE, reason="runs on divided features") for name in feature_wise]
-    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
-    entries.sort(key=lambda one: order.get(one.name, order.get(one.name.rpartition(".")[0], 0)))
+    order = module_order(model)
+    entries.sort(key=lambda one: order(one.name))
     return replace(plan, entries=tuple(entries), divided_stacks=tuple(divided), notes=tuple(notes))
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from booster.errors import ConfigError, format_list
 from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import simulate
+from booster.plugins.hybrid_parallel.tp_plan.plan import aligned
 from booster.plugins.hybrid_parallel.tp_plan.tables import pretrained_models
 
 from .balance import chunk_costs
@@ -20,13 +21,10 @@ from .stage_plan import StagePartition, StagePlan, listed, parameters_below, sha
 from .tracing import Trace, containers_of, find_gaps, holds_parameters, outside_of, trace_calls
 
 
-def plan_of_sequence(model: nn.Module, sequence: Sequence[str | Callable[..., Any]]) -> StagePlan:
+def _plan_of_sequence(model: nn.Module, sequence: Sequence[str | Callable[..., Any]]) -> StagePlan:
     """Return the stage plan of an execution sequence, whose layers are its modules.
 
     Functions run on the stage of the module before them, leading ones on that of the first module.
-
-    Raises:
-        ConfigError: It has no modules, unknown, repeated or nested ones, or it leaves out parameters.
     """
     _check_steps(model, sequence)
     units = tuple(step for step in sequence if isinstance(step, str))
@@ -104,7 +102,7 @@ def choose_stage_plan(
         ConfigError: The model has no known layer chain, or the arguments do not match it.
     """
     if execution_sequence is not None:
-        plan = plan_of_sequence(model, execution_sequence)
+        plan = _plan_of_sequence(model, execution_sequence)
     elif split is not None:
         plan = _plan_around(model, _checked_names(model, split))
     else:
@@ -252,7 +250,6 @@ def _bounds(units: tuple[str, ...], names: tuple[str, ...]) -> tuple[int, ...]:
 
 
 _HEADER = ("stage", "chunk", "layers", "modules outside of them", "parameters", "MiB", "cost")
-_NUM_TEXTS = 4
 
 
 def explain_stages(model: nn.Module, partition: StagePartition, num_microbatches: int | None = None) -> str:
@@ -279,7 +276,7 @@ def explain_stages(model: nn.Module, partition: StagePartition, num_microbatches
                 *(f"{number:,}", f"{size / 2**20:,.2f}", f"{cost / total:.1%}"),
             )
         )
-    lines = _aligned([_HEADER, *rows])
+    lines = aligned([_HEADER, *rows], num_texts=4)
     lines.append(f"plan: {plan.source}")
     lines.append(_schedule_line(partition, num_microbatches))
     lines.extend(_shared_lines(model, partition))
@@ -319,14 +316,3 @@ def _shared_lines(model: nn.Module, partition: StagePartition) -> list[str]:
         if len(holders) > 1:
             lines.append(f"held by stages {', '.join(map(str, sorted(holders)))}: {' = '.join(names[key])}")
     return lines
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
-    return [
-        "  ".join(
-            cell.ljust(widths[column]) if column < _NUM_TEXTS else cell.rjust(widths[column])
-            for column, cell in enumerate(row)
-        )
-        for row in rows
-    ]
