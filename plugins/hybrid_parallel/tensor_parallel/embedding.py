@@ -18,7 +18,7 @@ from booster.errors import ConfigError
 
 from .dynamic_class import mixin_forward
 from .group import TensorParallelGroup
-from .linear import check_linear, is_plain_linear, matmul
+from .linear import is_plain_linear, matmul
 from .mappings import gather_from_tp_region, reduce_from_tp_region, shared_copy_to_tp_region
 from .shard_spec import vocabulary_rows
 from .traced_mappings import traceable_reduce_from_tp_region, traced_gather_from_tp_region
@@ -74,21 +74,21 @@ def make_vocab_parallel_embedding(
         multiple: Multiple to which the vocabulary is padded.
 
     Raises:
-        ConfigError: The module is not an embedding, or uses max_norm or scale_grad_by_freq.
+        ConfigError: The module uses max_norm or scale_grad_by_freq.
 
     Collective: no; the module's forward is.
     """
-    embedding = _check_embedding(module, "vocab")
-    if embedding.max_norm is not None or embedding.scale_grad_by_freq:
+    assert isinstance(module, nn.Embedding)
+    if module.max_norm is not None or module.scale_grad_by_freq:
         raise ConfigError(
             "an embedding with max_norm or scale_grad_by_freq depends on the rows that are looked up, which differ"
             " between tensor-parallel ranks: leave it out of the plan, so that it stays unsharded"
         )
     split = _vocab_shard(tp_group, vocab_size, multiple)
-    padding, embedding.num_embeddings = embedding.padding_idx, embedding.weight.shape[0]
+    padding, module.num_embeddings = module.padding_idx, module.weight.shape[0]
     is_local = padding is not None and split.start <= padding < split.stop
-    embedding.padding_idx = padding - split.start if padding is not None and is_local else None
-    mixin_forward(embedding, VocabParallel, split)
+    module.padding_idx = padding - split.start if padding is not None and is_local else None
+    mixin_forward(module, VocabParallel, split)
 
 
 def make_feature_parallel_embedding(
@@ -103,18 +103,18 @@ def make_feature_parallel_embedding(
         gathers_output: If True, the module returns the features of all ranks.
 
     Raises:
-        ConfigError: The module is not an embedding, or uses max_norm.
+        ConfigError: The module uses max_norm.
 
     Collective: no; with `gathers_output` the module's forward is.
     """
-    embedding = _check_embedding(module, "embedding_colwise")
-    if embedding.max_norm is not None:
+    assert isinstance(module, nn.Embedding)
+    if module.max_norm is not None:
         raise ConfigError(
             "an embedding with max_norm needs full rows to compute their norms: leave it out of the plan, or shard its"
             ' vocabulary with the style "vocab"'
         )
-    embedding.embedding_dim = sizes[tp_group.rank]
-    mixin_forward(embedding, FeatureParallel, FeatureShard(tp_group, tuple(sizes), gathers_output))
+    module.embedding_dim = sizes[tp_group.rank]
+    mixin_forward(module, FeatureParallel, FeatureShard(tp_group, tuple(sizes), gathers_output))
 
 
 def make_vocab_parallel_head(
@@ -129,12 +129,8 @@ def make_vocab_parallel_head(
         multiple: Multiple to which the vocabulary is padded.
         gathers_output: If True, the module returns all logits as a plain tensor, otherwise `VocabParallelLogits`.
 
-    Raises:
-        ConfigError: The module is not a linear layer.
-
     Collective: no; the module's backward is, and with `gathers_output` its forward.
     """
-    check_linear(module, "vocab_head")
     mixin_forward(module, VocabParallelHead, _vocab_shard(tp_group, vocab_size, multiple, gathers_output))
 
 
@@ -204,12 +200,3 @@ def _vocab_shard(
 ) -> VocabShard:
     start, stop, _ = vocabulary_rows(vocab_size, multiple, tp_group.size, tp_group.rank)
     return VocabShard(tp_group, start, stop, vocab_size, multiple, gathers_output)
-
-
-def _check_embedding(module: nn.Module, style: str) -> nn.Embedding:
-    if not isinstance(module, nn.Embedding):
-        raise ConfigError(
-            f"the plan gives the style {style!r} to a {type(module).__name__}, which is not an nn.Embedding: leave it"
-            " out of the plan"
-        )
-    return module

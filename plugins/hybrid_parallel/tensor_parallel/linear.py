@@ -18,8 +18,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from booster.errors import ConfigError
-
 from .async_grad_reduce import AsyncGradInput
 from .collective_matmul import is_chunked, matmul_reduce_scatter, traced_matmul_reduce_scatter
 from .deferred_wgrad import deferrable_matmul, deferred_wgrad, needs_cast, weight_matrix
@@ -51,7 +49,7 @@ class ColumnParallelConfig:
         sizes: Number of output features of each rank.
         gathers_output: If True, the layer returns the features of all ranks.
         is_input_gathered: If True, the input comes from `all_gather_shards` or `copy_to_tp_region` already.
-        siblings: All layers that read the same input.
+        siblings: All layers that read the same input, including this one.
     """
 
     tp_group: TensorParallelGroup
@@ -161,18 +159,10 @@ def make_column_parallel(
 
     Args:
         module: An `nn.Linear` or a subclass, or transformers' `Conv1D`, with this rank's shards as parameters.
-        tp_group: The tensor-parallel group.
-        sizes: Number of output features of each rank.
-        gathers_output: If True, the layer returns the features of all ranks.
-        is_input_gathered: If True, the input comes from `all_gather_shards` or `copy_to_tp_region` already.
-        siblings: All layers that read the same input, including this one.
-
-    Raises:
-        ConfigError: The module is not a linear layer.
+        tp_group, sizes, gathers_output, is_input_gathered, siblings: See `ColumnParallelConfig`.
 
     Collective: no; the layer's forward and backward are.
     """
-    check_linear(module, "colwise")
     config = ColumnParallelConfig(tp_group, tuple(sizes), gathers_output, is_input_gathered, tuple(siblings))
     setattr(module, "nf" if is_transposed(module) else "out_features", sizes[tp_group.rank])
     mixin_forward(module, ColumnParallel, config)
@@ -193,20 +183,13 @@ def make_row_parallel(
     Args:
         module: An `nn.Linear` or a subclass, or transformers' `Conv1D`, with this rank's shard as weight and a
             replicated bias.
-        tp_group: The tensor-parallel group.
-        sizes: Number of input features of each rank.
-        splits_input: If True, the input is replicated with the features of all ranks.
-        reduces: If True, the output is reduced over the ranks, otherwise partial.
+        tp_group, sizes, splits_input, reduces: See `RowParallelConfig`.
         scatters_sequence: If True, reduce-scatter the output over the tokens; optional, defaults to whether `tp_group`
             shards the sequence.
         sequence_dim: Dimension of the tokens; 2-d inputs have tokens along the first.
 
-    Raises:
-        ConfigError: The module is not a linear layer.
-
     Collective: no; the layer's forward and backward are.
     """
-    check_linear(module, "rowwise")
     scatters = tp_group.shards_sequence if scatters_sequence is None else scatters_sequence
     is_plain = has_plain_forward(type(module))
     config = RowParallelConfig(tp_group, tuple(sizes), splits_input, reduces, scatters, sequence_dim, is_plain)
@@ -348,19 +331,6 @@ def is_transposed(module: nn.Module) -> bool:
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether a layer's forward only multiplies by its weight and adds its bias."""
     return has_plain_forward(type(module).__mro__[2])  # the class before `mixin_forward`
-
-
-def check_linear(module: nn.Module, style: str) -> None:
-    """Check that a module is a linear layer.
-
-    Raises:
-        ConfigError: It is not; the message contains the style.
-    """
-    if not is_linear(module):
-        raise ConfigError(
-            f"the plan gives the style {style!r} to a {type(module).__name__}, which is not a linear layer: leave it"
-            " out of the plan, or give the style to the nn.Linear or Conv1D inside of it"
-        )
 
 
 def has_plain_forward(layer_class: type[nn.Module]) -> bool:
