@@ -31,7 +31,6 @@ from booster.plugins.low_level_zero.optimizer import ZeroOptimizer
 from booster.pytree import iter_tensors, map_tensors
 from booster.rng_state import fork_rng_state, get_rng_state, set_rng_state
 
-from .captured_outputs import captures
 from .mesh import AXES, HybridMesh
 from .model import HybridModel
 from .pipeline_parallel.config import PipelineArguments
@@ -41,6 +40,7 @@ from .pipeline_parallel.p2p import LinkPeer, ReceivedActivation, SentActivation,
 from .pipeline_parallel.schedules import ActionKind, StageAction
 from .pipeline_parallel.stage_module import StageModel
 from .pipeline_parallel.stage_partition.stage_plan import StagePartition
+from .sequence_parallel.recorded_outputs import captures
 
 _KINDS = {
     ActionKind.FORWARD: "forward",
@@ -380,7 +380,7 @@ def build_runtime(
         weight_gradients: Deferred weight gradients, or None.
     """
     stage = mesh.rank("pp")
-    is_ordered = _is_ordered(device)
+    is_ordered = device.type != "cpu"  # gloo matches messages by their tags
     ends = _link_ends(mesh, stage_model.partition, is_ordered=is_ordered)
     return PipelineRuntime(
         model,
@@ -400,11 +400,6 @@ def build_runtime(
         device=device,
         groups=mesh.groups,
     )
-
-
-def _is_ordered(device: torch.device) -> bool:
-    """Return whether links need a common order: gloo matches messages by their tags."""
-    return device.type != "cpu"
 
 
 def _link_ends(mesh: HybridMesh, division: StagePartition, *, is_ordered: bool) -> LinkPeer:

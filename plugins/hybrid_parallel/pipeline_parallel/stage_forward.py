@@ -36,8 +36,8 @@ from booster.core.model_wrapper import call_with_batch
 from booster.errors import ConfigError
 from booster.kernels.checksum import crc32
 from booster.moe.loss import attach_auxiliary_loss, detach_auxiliary_losses
-from booster.plugins.hybrid_parallel.captured_outputs import captured_lists
 from booster.plugins.hybrid_parallel.sequence_parallel.layer_stack import note_full_length, noted_full_length
+from booster.plugins.hybrid_parallel.sequence_parallel.recorded_outputs import captured_lists
 from booster.pytree import map_first
 
 from .stage_partition.stage_plan import ModelChunk, StagePartition, StagePlan

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -96,7 +98,8 @@ class PlanTable:
     such as `num_heads` are found in the models' code (see `head_attributes`).
 
     Attributes:
-        plan: Styles by pattern of module names, relative to the base model.
+        plan: Styles by pattern of module names, relative to the base model. A pattern may have alternatives, such as
+            `{query,key,value}`.
         heads: Names of the layers that compute logits, relative to the full model.
         arguments: Arguments with a value per head by pattern of modules: name, and dimension of the heads.
         customize: Function of the configuration that returns styles to add or replace, optional.
@@ -123,27 +126,26 @@ def _bloom(config: Any) -> Mapping[str, str]:
     return {}
 
 
+_ENCODER_MLP = {"encoder.layer.*.intermediate.dense": "colwise", "encoder.layer.*.output.dense": "rowwise"}
+_BERT_HEADS = ("cls.predictions.decoder", "lm_head.decoder", "generator_lm_head")
+
 _BERT = PlanTable(
     plan={
-        **{f"encoder.layer.*.{kind}.self.{name}": "colwise" for kind in ("attention", "crossattention")
-           for name in ("query", "key", "value")},
-        "encoder.layer.*.attention.output.dense": "rowwise",
-        "encoder.layer.*.crossattention.output.dense": "rowwise",
-        "encoder.layer.*.intermediate.dense": "colwise",
-        "encoder.layer.*.output.dense": "rowwise",
+        "encoder.layer.*.{attention,crossattention}.self.{query,key,value}": "colwise",
+        "encoder.layer.*.{attention,crossattention}.output.dense": "rowwise",
+        **_ENCODER_MLP,
     },
-    heads=("cls.predictions.decoder", "lm_head.decoder", "generator_lm_head"),
-)  # fmt: skip
+    heads=_BERT_HEADS,
+)
 
 # Of models whose attention is not a plain one: it stays unsharded.
 _FEED_FORWARD = PlanTable(
     plan={
-        "encoder.layer.*.intermediate.dense": "colwise",
-        "encoder.layer.*.output.dense": "rowwise",
+        **_ENCODER_MLP,
         "encoder.layer.*.ffn.*.intermediate.dense": "colwise",  # of MobileBERT, like the next one
         "encoder.layer.*.ffn.*.output.dense": "rowwise",
     },
-    heads=("cls.predictions.decoder", "lm_head.decoder", "generator_lm_head"),
+    heads=_BERT_HEADS,
 )
 
 _CONVNEXT = PlanTable(
@@ -151,18 +153,14 @@ _CONVNEXT = PlanTable(
 )
 
 _CPMANT = PlanTable(
-    plan={
-        **{f"encoder.layers.*.ffn.ffn.w_in.{name}": "colwise" for name in ("w_0", "w_1")},
-        "encoder.layers.*.ffn.ffn.w_out": "rowwise",
-    }
+    plan={"encoder.layers.*.ffn.ffn.w_in.{w_0,w_1}": "colwise", "encoder.layers.*.ffn.ffn.w_out": "rowwise"}
 )
 
 _DATA2VEC_VISION = PlanTable(
     plan={
-        **{f"encoder.layer.*.attention.attention.{name}": "colwise" for name in ("query", "key", "value")},
+        "encoder.layer.*.attention.attention.{query,key,value}": "colwise",
         "encoder.layer.*.attention.output.dense": "rowwise",
-        "encoder.layer.*.intermediate.dense": "colwise",
-        "encoder.layer.*.output.dense": "rowwise",
+        **_ENCODER_MLP,
     },
     heads=(),
 )
@@ -178,10 +176,9 @@ _DONUT_SWIN = PlanTable(
 _GPT2 = PlanTable(
     plan={
         "h.*.attn.c_attn": "packed_colwise:3",
-        "h.*.attn.c_proj": "rowwise",
         "h.*.crossattention.c_attn": "packed_colwise:2",
         "h.*.crossattention.q_attn": "colwise",
-        "h.*.crossattention.c_proj": "rowwise",
+        "h.*.{attn,crossattention}.c_proj": "rowwise",
         "h.*.mlp.c_fc": "colwise",
         "h.*.mlp.c_proj": "rowwise",
     }
@@ -190,17 +187,18 @@ _GPT2 = PlanTable(
 _MOBILEBERT = replace(_FEED_FORWARD, heads=())  # the weight of its head is put together from two parameters
 
 _MOBILEVIT = PlanTable(
-    plan={key.replace("encoder.layer.*", "encoder.layer.*.transformer.layer.*"): style
-          for key, style in _DATA2VEC_VISION.plan.items()},
+    plan={
+        key.replace("encoder.layer.*", "encoder.layer.*.transformer.layer.*"): style
+        for key, style in _DATA2VEC_VISION.plan.items()
+    },
     heads=(),
-)  # fmt: skip
+)
 
 _MPNET = PlanTable(
     plan={
-        **{f"encoder.layer.*.attention.attn.{name}": "colwise" for name in ("q", "k", "v")},
+        "encoder.layer.*.attention.attn.{q,k,v}": "colwise",
         "encoder.layer.*.attention.attn.o": "rowwise",
-        "encoder.layer.*.intermediate.dense": "colwise",
-        "encoder.layer.*.output.dense": "rowwise",
+        **_ENCODER_MLP,
         "encoder.relative_attention_bias": "replicated_with_grad_allreduce",
     },
     heads=("lm_head.decoder",),
@@ -219,7 +217,7 @@ _MPT = PlanTable(
 
 _OPT = PlanTable(
     plan={
-        **{f"decoder.layers.*.self_attn.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj")},
+        "decoder.layers.*.self_attn.{q_proj,k_proj,v_proj}": "colwise",
         "decoder.layers.*.self_attn.out_proj": "rowwise",
         "decoder.layers.*.fc1": "colwise",
         "decoder.layers.*.fc2": "rowwise",
@@ -234,13 +232,7 @@ _REFORMER = PlanTable(
     heads=("lm_head.decoder",),
 )
 
-_SEW_D = PlanTable(
-    plan={
-        "encoder.encoder.layer.*.intermediate.dense": "colwise",
-        "encoder.encoder.layer.*.output.dense": "rowwise",
-    },
-    heads=(),
-)
+_SEW_D = PlanTable(plan={f"encoder.{key}": style for key, style in _ENCODER_MLP.items()}, heads=())
 
 # Attention of the encoder takes embeddings of relative positions.
 _SPEECHT5 = PlanTable(
@@ -254,21 +246,17 @@ _SPEECHT5 = PlanTable(
 
 _T5 = PlanTable(
     plan={
-        **{f"{side}.block.*.layer.*.{kind}.{name}": "colwise" for side in ("encoder", "decoder")
-           for kind in ("SelfAttention", "EncDecAttention") for name in ("q", "k", "v")},
-        **{f"{side}.block.*.layer.*.{kind}.o": "rowwise" for side in ("encoder", "decoder")
-           for kind in ("SelfAttention", "EncDecAttention")},
-        **{f"{side}.block.*.layer.*.SelfAttention.relative_attention_bias": "embedding_colwise"
-           for side in ("encoder", "decoder")},
-        **{f"{side}.block.*.layer.*.DenseReluDense.{name}": "colwise" for side in ("encoder", "decoder")
-           for name in ("wi", "wi_0", "wi_1")},
-        **{f"{side}.block.*.layer.*.DenseReluDense.wo": "rowwise" for side in ("encoder", "decoder")},
+        "{encoder,decoder}.block.*.layer.*.{SelfAttention,EncDecAttention}.{q,k,v}": "colwise",
+        "{encoder,decoder}.block.*.layer.*.{SelfAttention,EncDecAttention}.o": "rowwise",
+        "{encoder,decoder}.block.*.layer.*.SelfAttention.relative_attention_bias": "embedding_colwise",
+        "{encoder,decoder}.block.*.layer.*.DenseReluDense.{wi,wi_0,wi_1}": "colwise",
+        "{encoder,decoder}.block.*.layer.*.DenseReluDense.wo": "rowwise",
     }
-)  # fmt: skip
+)
 
 _VIT = PlanTable(
     plan={
-        **{f"layers.*.attention.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj")},
+        "layers.*.attention.{q_proj,k_proj,v_proj}": "colwise",
         "layers.*.attention.o_proj": "rowwise",
         "layers.*.mlp.fc1": "colwise",
         "layers.*.mlp.fc2": "rowwise",
@@ -295,15 +283,13 @@ _FALCON = PlanTable(
 
 _WHISPER = PlanTable(
     plan={
-        **{f"{side}.layers.*.{kind}.{name}": "colwise" for side in ("encoder", "decoder")
-           for kind in ("self_attn", "encoder_attn") for name in ("q_proj", "k_proj", "v_proj")},
-        **{f"{side}.layers.*.{kind}.out_proj": "rowwise" for side in ("encoder", "decoder")
-           for kind in ("self_attn", "encoder_attn")},
-        **{f"{side}.layers.*.fc1": "colwise" for side in ("encoder", "decoder")},
-        **{f"{side}.layers.*.fc2": "rowwise" for side in ("encoder", "decoder")},
+        "{encoder,decoder}.layers.*.{self_attn,encoder_attn}.{q_proj,k_proj,v_proj}": "colwise",
+        "{encoder,decoder}.layers.*.{self_attn,encoder_attn}.out_proj": "rowwise",
+        "{encoder,decoder}.layers.*.fc1": "colwise",
+        "{encoder,decoder}.layers.*.fc2": "rowwise",
     },
     heads=("proj_out", "lm_head"),
-)  # fmt: skip
+)
 
 TABLES: Mapping[str, PlanTable] = {
     **dict.fromkeys(
@@ -354,7 +340,8 @@ def table_plan(model: nn.Module) -> PartialPlan | None:
         patterns = {**table.plan, **(table.customize(config) if table.customize else {})}
         names = [key for key, _ in module.named_modules()]
         base = str(getattr(module, "base_model_prefix", ""))
-        found, _ = match_names({key: read_style(key, style) for key, style in patterns.items()}, names, base)
+        given = {key: read_style(key, style) for several, style in patterns.items() for key in _spelled_out(several)}
+        found, _ = match_names(given, names, base)
         found |= {key: Style("vocab_head") for key in names if key in table.heads}
         styles.update({f"{prefix}{key}": style for key, style in found.items()})
         arguments.extend(_arguments_of(module, table, config, prefix))
@@ -363,6 +350,12 @@ def table_plan(model: nn.Module) -> PartialPlan | None:
         return None
     source = f"the table for models of type {', '.join(kinds)}"
     return PartialPlan(styles=styles, source=source, arguments=tuple(arguments))
+
+
+def _spelled_out(pattern: str) -> Iterator[str]:
+    """Yield the patterns that one with alternatives is short for."""
+    parts = re.split(r"{(.*?)}", pattern)
+    yield from map("".join, itertools.product(*(part.split(",") for part in parts)))
 
 
 def _arguments_of(module: nn.Module, table: PlanTable, config: Any, prefix: str) -> list[ShardedArgument]:
