@@ -38,6 +38,7 @@ from .pipeline_parallel.deferred_wgrad import DeferredWeightGrads
 from .pipeline_parallel.microbatch import BatchConsistency, Microbatch, PipelineRun, fetch, join_outputs, split_batch
 from .pipeline_parallel.p2p import LinkPeer, ReceivedActivation, SentActivation, StageP2P
 from .pipeline_parallel.schedules import ActionKind, StageAction
+from .pipeline_parallel.schedules.communication import stages_by_position
 from .pipeline_parallel.stage_module import StageModel
 from .pipeline_parallel.stage_partition.stage_plan import StagePartition
 from .sequence_parallel.recorded_outputs import captures
@@ -402,13 +403,13 @@ def build_runtime(
     )
 
 
-def _link_ends(mesh: HybridMesh, division: StagePartition, *, is_ordered: bool) -> LinkPeer:
+def _link_ends(mesh: HybridMesh, partition: StagePartition, *, is_ordered: bool) -> LinkPeer:
     """Return the groups of links; see Note [Ordered links].
 
     On the CPU they need a group of their own, as torch counts the operations of a group: messages of gloo by its tags,
     all operations in TORCH_DISTRIBUTED_DEBUG=DETAIL.
     """
-    stage, stages = mesh.rank("pp"), range(division.num_stages)
+    stage, stages = mesh.rank("pp"), range(partition.num_stages)
     earlier = later = mesh.subgroup("pp", stages)
     if is_ordered:
         later = mesh.subgroup("pp", stages) if get_debug_level() == DebugLevel.DETAIL else mesh.group("pp")
@@ -417,13 +418,13 @@ def _link_ends(mesh: HybridMesh, division: StagePartition, *, is_ordered: bool) 
         return later if sender < receiver else earlier, sender if stage == receiver else receiver
 
     if is_ordered and not is_fake_world():
-        _connect(ends, stage, division)
+        _connect(ends, stage, partition)
     return ends
 
 
-def _connect(ends: LinkPeer, stage: int, division: StagePartition) -> None:
+def _connect(ends: LinkPeer, stage: int, partition: StagePartition) -> None:
     """Send a number over each link in a common order: nccl connects two ranks at their first message."""
-    stages = [division.schedule.place(position, division.num_stages)[0] for position in range(len(division.bounds) - 1)]
+    stages = stages_by_position(partition.schedule, partition.num_stages, partition.num_chunks)
     pairs = {pair for pair in pairwise(stages) if pair[0] != pair[1]}
     for sender, receiver in sorted(pairs | {(second, first) for first, second in pairs}):
         group, peer = ends(sender, receiver)

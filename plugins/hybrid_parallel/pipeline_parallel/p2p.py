@@ -74,7 +74,7 @@ class StageP2P:
     """Sends and receives of a stage.
 
     Args:
-        division: Assignment of model chunks to stages.
+        partition: Assignment of model chunks to stages.
         stage: Index of this stage.
         ends: Returns group and peer of a link.
         device: Compute device of the stage.
@@ -84,7 +84,7 @@ class StageP2P:
 
     def __init__(
         self,
-        division: StagePartition,
+        partition: StagePartition,
         stage: int,
         ends: LinkPeer,
         device: torch.device,
@@ -92,7 +92,7 @@ class StageP2P:
         caches_specs: bool,
         is_ordered: bool,
     ) -> None:
-        self._division = division
+        self._partition = partition
         self._stage = stage
         self._ends = ends
         self._device = device
@@ -126,8 +126,8 @@ class StageP2P:
         """
         self._signatures = signatures
         self._with_gradients = with_gradients
-        schedule = self._division.schedule
-        sizes = (self._division.num_stages, len(signatures), self._division.num_chunks)
+        schedule = self._partition.schedule
+        sizes = (self._partition.num_stages, len(signatures), self._partition.num_chunks)
         if len(signatures) not in self._checked:
             check_orders(schedule, *sizes)
             self._checked.add(len(signatures))

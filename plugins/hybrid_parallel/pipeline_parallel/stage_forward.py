@@ -11,9 +11,9 @@ detected, here and in `placeholders`.
 Synchronization of persistent buffers that several pipeline stages hold.
 
 Note [Shared buffers]
-Modules without parameters outside of the units are on every stage, as are the buffers of modules that contain units,
+Modules without parameters outside of the layers are on every stage, as are the buffers of modules that contain layers,
 because every stage runs the model's own forward. Their actual values are computed on one stage, in a *live* run (see
-Note [Chunk forward]): before the units on the stage of the first chunk, after them on that of the last. Other stages
+Note [Chunk forward]): before the layers on the stage of the first chunk, after them on that of the last. Other stages
 run the same code on placeholders, or do not reach it. So after each batch the stage that changed a buffer in a live run
 broadcasts it. Only persistent buffers take part, as only they are model state. A buffer that several stages change
 differently has no value that one process would have, and raises.
@@ -67,9 +67,9 @@ class PersistentBuffer:
         return next(tensor for tensor in found if tensor is not None)
 
 
-def persistent_buffers(model: nn.Module, division: StagePartition) -> list[PersistentBuffer]:
+def persistent_buffers(model: nn.Module, partition: StagePartition) -> list[PersistentBuffer]:
     """Return the persistent buffers of a full model, tied ones once."""
-    of_module = division.module_stages(model)
+    of_module = partition.module_stages(model)
     places: dict[int, list[tuple[str, nn.Module]]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for key, buffer in module._buffers.items():
@@ -80,7 +80,7 @@ def persistent_buffers(model: nn.Module, division: StagePartition) -> list[Persi
             names=tuple(name for name, _ in found),
             modules=tuple(module for _, module in found),
             stages=tuple(sorted({stage for _, module in found for stage in of_module[id(module)]})),
-            is_replicated=all(len(division.stages_of(name.rpartition(".")[0])) > 1 for name, _ in found),
+            is_replicated=all(len(partition.stages_of(name.rpartition(".")[0])) > 1 for name, _ in found),
         )
         for found in places.values()
     ]
@@ -109,7 +109,7 @@ class SharedBuffers:
             is_computing: If True, the chunk computes from the start.
         """
         self._live_from = self._copies() if is_computing else []
-        # The stage's first chunk has run the same code before the units already.
+        # The stage's first chunk has run the same code before the layers already.
         self._at_start = None if is_computing or is_first else self._copies()
 
     @torch.no_grad()
@@ -331,7 +331,7 @@ def _call_always_called_hooks(finished: ChunkDone) -> None:
 def install_layer(module: nn.Module, index: int, context: ChunkContext) -> None:
     """Let a layer run only in its own chunk. In place, by a subclass set as its class."""
     _add_mixin(module, _Layer)
-    module.__dict__["_pipeline_unit"] = (index, context)
+    module.__dict__["_pipeline_layer"] = (index, context)
 
 
 def install_skip_output(module: nn.Module, name: str, complete_at: int, context: ChunkContext) -> None:
@@ -344,14 +344,14 @@ def install_skip_output(module: nn.Module, name: str, complete_at: int, context:
         context: Context of the model.
     """
     _add_mixin(module, _SkipOutput)
-    module.__dict__["_pipeline_carried"] = (name, complete_at, context)
+    module.__dict__["_pipeline_skip_output"] = (name, complete_at, context)
 
 
 class _Layer(nn.Module):
     """Mixin of layers. Overrides `__call__` and not `forward`, so that hooks of skipped layers do not run."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        index, context = self.__dict__["_pipeline_unit"]
+        index, context = self.__dict__["_pipeline_layer"]
         run: ChunkForward = context.require_run()
         if index < run.chunk.start:
             return run.skip_layer()
@@ -374,10 +374,10 @@ class _Layer(nn.Module):
 
 
 class _SkipOutput(nn.Module):
-    """Mixin of modules whose output is carried."""
+    """Mixin of modules whose output is sent to later chunks."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        name, complete_at, context = self.__dict__["_pipeline_carried"]
+        name, complete_at, context = self.__dict__["_pipeline_skip_output"]
         run: ChunkForward = context.require_run()
         if run.chunk.start > complete_at:
             return run.skip_outputs[name]
@@ -394,7 +394,7 @@ def _run_sequence(model: nn.Module, sequence: Sequence[str | Callable[..., Any]]
     """Run a chunk of an execution sequence, instead of the model's forward."""
     value = None if run.received is None else run.received.output
     takes_batch = run.chunk.is_first
-    for index, steps in enumerate(_steps_by_unit(sequence)):
+    for index, steps in enumerate(_steps_by_layer(sequence)):
         if not run.chunk.start <= index < run.chunk.stop:
             continue
         run.next_layer = index + 1
@@ -407,7 +407,7 @@ def _run_sequence(model: nn.Module, sequence: Sequence[str | Callable[..., Any]]
     return value
 
 
-def _steps_by_unit(sequence: Sequence[str | Callable[..., Any]]) -> list[list[str | Callable[..., Any]]]:
+def _steps_by_layer(sequence: Sequence[str | Callable[..., Any]]) -> list[list[str | Callable[..., Any]]]:
     """Return the steps of each layer: its module and the functions after it; leading functions join the first."""
     found: list[list[str | Callable[..., Any]]] = [[]]
     for step in sequence:

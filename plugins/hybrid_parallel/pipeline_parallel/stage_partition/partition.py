@@ -27,10 +27,10 @@ def _plan_of_sequence(model: nn.Module, sequence: Sequence[str | Callable[..., A
     Functions run on the stage of the module before them, leading ones on that of the first module.
     """
     _check_steps(model, sequence)
-    units = tuple(step for step in sequence if isinstance(step, str))
-    _check_names(model, units)
-    _check_complete(model, units)
-    return StagePlan(layers=units, source="the execution sequence that was given", sequence=tuple(sequence))
+    layers = tuple(step for step in sequence if isinstance(step, str))
+    _check_names(model, layers)
+    _check_complete(model, layers)
+    return StagePlan(layers=layers, source="the execution sequence that was given", sequence=tuple(sequence))
 
 
 def _check_steps(model: nn.Module, sequence: Sequence[str | Callable[..., Any]]) -> None:
@@ -45,21 +45,21 @@ def _check_steps(model: nn.Module, sequence: Sequence[str | Callable[..., Any]])
             )
 
 
-def _check_names(model: nn.Module, units: tuple[str, ...]) -> None:
+def _check_names(model: nn.Module, layers: tuple[str, ...]) -> None:
     known = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
-    if not units:
+    if not layers:
         raise ConfigError(
             "execution_sequence has no names of modules, so there is nothing to divide over stages: name the model's"
             f" modules in the order in which they run, such as {known[:3]!r}"
         )
-    _check_known("execution_sequence", units, known)
-    if repeated := [name for name in dict.fromkeys(units) if units.count(name) > 1]:
+    _check_known("execution_sequence", layers, known)
+    if repeated := [name for name in dict.fromkeys(layers) if layers.count(name) > 1]:
         raise ConfigError(
             f"execution_sequence names {', '.join(map(repr, repeated))} more than once, but a module runs on one stage"
             " only: name each once (and give a second place a module of its own)"
         )
-    for name in units:
-        if around := next((other for other in units if name.startswith(f"{other}.")), None):
+    for name in layers:
+        if around := next((other for other in layers if name.startswith(f"{other}.")), None):
             raise ConfigError(
                 f"execution_sequence names {name!r} and {around!r}, which holds it: name the one or the other"
             )
@@ -73,8 +73,8 @@ def _check_known(argument: str, names: Iterable[str], known: list[str]) -> None:
             raise ConfigError(f"{argument} names {name!r}, but the model has no such module: {hint}")
 
 
-def _check_complete(model: nn.Module, units: tuple[str, ...]) -> None:
-    held = {id(parameter) for name in units for _, parameter in parameters_below(model, name)}
+def _check_complete(model: nn.Module, layers: tuple[str, ...]) -> None:
+    held = {id(parameter) for name in layers for _, parameter in parameters_below(model, name)}
     missing = [name for name, parameter in model.named_parameters() if id(parameter) not in held]
     if missing:
         owners = list(dict.fromkeys(name.rpartition(".")[0] or f"the model's own {name}" for name in missing))
@@ -121,9 +121,9 @@ def _plan_of(model: nn.Module, chain: LayerChain) -> StagePlan:
     )
 
 
-def _output_heads(model: nn.Module, units: tuple[str, ...]) -> dict[str, int | None]:
+def _output_heads(model: nn.Module, layers: tuple[str, ...]) -> dict[str, int | None]:
     """Return the gap of the heads of transformers models: after the last layer, wherever they are registered."""
-    containers = containers_of(units)
+    containers = containers_of(layers)
     names = {id(module): name for name, module in model.named_modules()}
     found: dict[str, int | None] = {}
     pretrained: Any
@@ -131,7 +131,7 @@ def _output_heads(model: nn.Module, units: tuple[str, ...]) -> dict[str, int | N
         head = pretrained.get_output_embeddings() if hasattr(pretrained, "get_output_embeddings") else None
         # FSMT returns the embeddings of its decoder, whose weight is that of the head.
         if id(head) in names and not isinstance(head, nn.Embedding) and head is not pretrained.get_input_embeddings():
-            found[outside_of(names[id(head)], containers)] = len(units)
+            found[outside_of(names[id(head)], containers)] = len(layers)
     return found
 
 
@@ -143,36 +143,36 @@ def _side_branch_outputs(side_branches: tuple[str, ...], gaps: Mapping[str, int]
     return {
         name: gap
         for name, gap in gaps.items()
-        if gap < end and any(tower.startswith(f"{name}.") for tower in side_branches)
+        if gap < end and any(layer.startswith(f"{name}.") for layer in side_branches)
     }
 
 
 def _plan_around(model: nn.Module, names: tuple[str, ...]) -> StagePlan:
-    """Return a plan whose units contain the modules of a split."""
+    """Return a plan whose layers contain the modules of a split."""
     try:
         chain = find_chain(model)
     except ConfigError:  # no chain, or an ambiguous one, which the split resolves
         chain = None
     if chain is not None and set(names) <= set(chain.layers):
         return _plan_of(model, chain)
-    units = _siblings(model, names)
-    missing = [name for name in names if name not in units]
+    layers = _siblings(model, names)
+    missing = [name for name in names if name not in layers]
     if missing:
-        known = units if chain is None else chain.layers
+        known = layers if chain is None else chain.layers
         raise ConfigError(
             f"split names {', '.join(map(repr, missing))}, where the model can't be cut: stages can begin at"
             f" {listed(known)}, or at modules that all have the same parent"
         )
     source = f"the children of {_common_parent(names) or 'the model'} that have parameters"
-    trace = trace_calls(model, (units,))
-    if trace is None or not trace.runs_once(units):
+    trace = trace_calls(model, (layers,))
+    if trace is None or not trace.runs_once(layers):
         _check_outside_of_layers(names, () if chain is None else chain.layers)
-        gaps = find_gaps(model, units, {})
-        return StagePlan(layers=units, gaps=gaps, source=f"{source}, in the order in which they are registered")
-    units = tuple(sorted(units, key=trace.order))
-    _check_cuts(units, names, trace)
-    gaps = find_gaps(model, units, trace.gaps(units))
-    return StagePlan(layers=units, gaps=gaps, source=f"{source}, as the model's forward runs them")
+        gaps = find_gaps(model, layers, {})
+        return StagePlan(layers=layers, gaps=gaps, source=f"{source}, in the order in which they are registered")
+    layers = tuple(sorted(layers, key=trace.order))
+    _check_cuts(layers, names, trace)
+    gaps = find_gaps(model, layers, trace.gaps(layers))
+    return StagePlan(layers=layers, gaps=gaps, source=f"{source}, as the model's forward runs them")
 
 
 def _check_outside_of_layers(names: tuple[str, ...], layers: tuple[str, ...]) -> None:
@@ -184,11 +184,11 @@ def _check_outside_of_layers(names: tuple[str, ...], layers: tuple[str, ...]) ->
             )
 
 
-def _check_cuts(units: tuple[str, ...], names: tuple[str, ...], trace: Trace) -> None:
+def _check_cuts(layers: tuple[str, ...], names: tuple[str, ...], trace: Trace) -> None:
     for name in names:
-        before = units[max(units.index(name) - 1, 0)]
-        if name != units[0] and not trace.may_split_after(before):
-            possible = [after for unit, after in pairwise(units) if trace.may_split_after(unit)]
+        before = layers[max(layers.index(name) - 1, 0)]
+        if name != layers[0] and not trace.may_split_after(before):
+            possible = [after for layer, after in pairwise(layers) if trace.may_split_after(layer)]
             raise ConfigError(
                 f"split names {name!r}, but what {trace.bypassing(before)!r} returns goes around {before!r} to what"
                 " comes behind, and only the output of the module before travels from stage to stage: "
@@ -232,21 +232,21 @@ def _checked_names(model: nn.Module, split: Sequence[str]) -> tuple[str, ...]:
     return tuple(split)
 
 
-def _bounds(units: tuple[str, ...], names: tuple[str, ...]) -> tuple[int, ...]:
-    if unknown := next((name for name in names if name not in units), None):
+def _bounds(layers: tuple[str, ...], names: tuple[str, ...]) -> tuple[int, ...]:
+    if unknown := next((name for name in names if name not in layers), None):
         raise ConfigError(
-            f"split names {unknown!r}, which is not in the execution sequence: stages can begin at {listed(units)}"
+            f"split names {unknown!r}, which is not in the execution sequence: stages can begin at {listed(layers)}"
         )
-    starts = [units.index(name) for name in names]
+    starts = [layers.index(name) for name in names]
     if 0 in starts:
         raise ConfigError(
-            f"split names {units[0]!r}, the first module that can be divided: the first stage begins there anyway, so"
+            f"split names {layers[0]!r}, the first module that can be divided: the first stage begins there anyway, so"
             " leave it out, and name where the second and later stages begin"
         )
     if starts != sorted(starts):
-        in_order = sorted(names, key=units.index)
+        in_order = sorted(names, key=layers.index)
         raise ConfigError(f"split={list(names)!r} is not in the order in which the modules run: write {in_order!r}")
-    return (0, *starts, len(units))
+    return (0, *starts, len(layers))
 
 
 _HEADER = ("stage", "chunk", "layers", "modules outside of them", "parameters", "MiB", "cost")

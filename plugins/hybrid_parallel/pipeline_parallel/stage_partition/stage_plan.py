@@ -14,12 +14,12 @@ from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import Pipeline
 from .tracing import containers_of
 
 # Note [Layers and gaps]
-# *Units* are the modules after which a chunk may end, usually the layers of a transformer. They run in sequence, and a
-# unit depends on earlier ones only through the output of the previous one. Any other module has a *gap*: the number of
-# units that run before it, 0 before the first and len(units) after the last. Modules that contain units have no gap.
+# *Layers* are the modules after which a chunk may end, usually the layers of a transformer. They run in sequence, and a
+# layer depends on earlier ones only through the output of the previous one. Any other module has a *gap*: the number of
+# layers that run before it, 0 before the first and len(layers) after the last. Modules that contain layers have no gap.
 # Their direct parameters are *shared*, on all stages, as are those of a module that runs in several gaps. Modules
 # without parameters are on all stages, too, and are not listed.
-# The output of a *carried* module is needed after later units, and is sent on from chunk to chunk.
+# A *skip output* is the output of another module that is needed after later layers, and is sent from chunk to chunk.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,12 +28,12 @@ class StagePlan:
 
     Attributes:
         layers: Names of the layers, in order of execution.
-        gaps: Gaps of the outermost modules with parameters and without units; a module with two names has two entries.
+        gaps: Gaps of the outermost modules with parameters and without layers; a module with two names has two entries.
         skip_outputs: Modules whose output is sent to later chunks, and the gap at which it is complete.
         source: Description of the plan's source.
         sequence: Names of modules, and functions, that replace the model's forward, each applied to the output of the
             previous one; optional, by default the forward runs.
-        bounds: Bounds of the user's split: position p has the units bounds[p] to bounds[p + 1] - 1; optional.
+        bounds: Bounds of the user's split: position p has the layers bounds[p] to bounds[p + 1] - 1; optional.
         overwrites_embeddings: Whether the forward changes the output of a module before the layers in place.
     """
 
@@ -49,9 +49,9 @@ class StagePlan:
         places = self.places.keys()
         nested = [name for name in places if places & containers_of((name,))]
         outside = [name for name, gap in {**self.gaps, **self.skip_outputs}.items() if not 0 <= gap <= len(self.layers)]
-        assert self.layers, "no units"
-        assert len(set(self.layers)) == len(self.layers), f"units twice: {self.layers}"
-        assert not nested, f"in another unit or gap module: {nested}"
+        assert self.layers, "no layers"
+        assert len(set(self.layers)) == len(self.layers), f"layers twice: {self.layers}"
+        assert not nested, f"in another layer or gap module: {nested}"
         assert not outside, f"gaps outside of 0 to {len(self.layers)}: {outside}"
 
     @property
@@ -192,11 +192,11 @@ def parameters_below(module: nn.Module, name: str) -> list[tuple[str, nn.Paramet
 
 
 def shared_parameter_names(model: nn.Module, plan: StagePlan) -> tuple[str, ...]:
-    """Return the names of the parameters on every stage: those outside of units and gap modules.
+    """Return the names of the parameters on every stage: those outside of layers and gap modules.
 
-    A tied parameter is listed only under its names outside of units and gap modules.
+    A tied parameter is listed only under its names outside of layers and gap modules.
     """
-    # Another name for a unit, or for a module around units, leads to parameters that have their place already.
+    # Another name for a layer, or for a module around layers, leads to parameters that have their place already.
     placed = {id(module) for name in plan.places for module in model.get_submodule(name).modules()}
     names: list[str] = []
     for name, module in model.named_modules():
