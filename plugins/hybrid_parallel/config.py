@@ -375,7 +375,6 @@ class HybridConfig(ShardedConfig):
         return arguments_of(ZeroConfig, given | own)
 
 
-_SEQUENCE = "sequence"  # a mode of the documents
 _EXAMPLE = "dict(pipeline=dict(size=2, num_microbatches=4), tensor=dict(size=4, mode='1d'))"
 _AXIS_EXAMPLES = {
     "data": "dict(size=2)",
@@ -383,15 +382,15 @@ _AXIS_EXAMPLES = {
     "tensor": "dict(size=4, mode='1d')",
     "moe": "dict(size=2)",
 }
-_AXES = tuple(_AXIS_EXAMPLES)
-_ARGUMENTS = {"pipeline": "pp_size", "tensor": "tp_size", "moe": "ep_size"}
-_TENSOR_ARGUMENTS = {"mode": "tp_mode", "depth": "tp_depth"}
-_FURTHER_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
-    "pipeline": (
-        *("num_microbatches", "microbatch_size", "pp_style", "num_model_chunks", "num_layers_per_stage"),
-        *("broadcast_loss", "enable_metadata_cache", "split", "execution_sequence"),
-    ),
-    "moe": ("capacity_factor", "min_capacity", "drop_tokens", "overlap_shared_experts"),
+# Arguments of the plugin by axis of a configuration and key of its dict.
+_AXIS_ARGUMENTS: Mapping[str, Mapping[str, str]] = {
+    "data": {},
+    "pipeline": {("size" if one.name == "pp_size" else one.name): one.name for one in fields(PipelineArguments)},
+    "tensor": {"size": "tp_size", "mode": "tp_mode", "depth": "tp_depth"},
+    "moe": {
+        "size": "ep_size",
+        **{name: name for name in ("capacity_factor", "min_capacity", "drop_tokens", "overlap_shared_experts")},
+    },
 }
 
 
@@ -413,21 +412,23 @@ def arguments_from_config(config: Mapping[str, Any], extra: Mapping[str, Any] | 
     Collective: no.
     """
     _check_names(config)
-    sizes = {axis: _size(axis, config[axis]) for axis in _AXES if axis in config}
+    extra = extra or {}
+    sizes = {axis: _size(axis, config[axis]) for axis in _AXIS_ARGUMENTS if axis in config}
     _check_mode(config.get("tensor", 1), sizes.get("tensor", 1))
     _check_data(sizes, extra)
-    arguments = {
-        argument: sizes.get(axis, 1) for axis, argument in _ARGUMENTS.items() if axis != "moe" or axis in sizes
-    }
-    further = {
-        axis: {name: given[name] for name in names if name in given}
-        for axis, names in _FURTHER_ARGUMENTS.items()
-        if isinstance(given := config.get(axis), Mapping)
-    }
-    tensor = config.get("tensor")
-    if isinstance(tensor, Mapping):
-        further["tensor"] = {own: tensor[key] for key, own in _TENSOR_ARGUMENTS.items() if tensor.get(key) is not None}
-    return _merge(arguments, further, extra or {})
+    found: dict[str, tuple[str, Any]] = {"pp_size": ("pipeline", 1), "tp_size": ("tensor", 1)}
+    for axis, size in sizes.items():
+        given = {**config[axis], "size": size} if isinstance(config[axis], Mapping) else {"size": size}
+        for key, argument in _AXIS_ARGUMENTS[axis].items():
+            if key in given and not (axis == "tensor" and given[key] is None):
+                found[argument] = (axis, given[key])
+    for argument, (axis, value) in found.items():
+        if argument in extra:
+            where = f"{value!r} in the configuration's {axis!r}: leave one of them out"
+            if argument == _AXIS_ARGUMENTS[axis]["size"]:
+                where = f"{axis!r}={value} of the configuration: leave {argument} out"
+            raise ConfigError(f"{argument}={extra[argument]!r} was given in addition to {where}")
+    return {argument: value for argument, (_, value) in found.items()} | dict(extra)
 
 
 def _check_names(config: Any) -> None:
@@ -436,7 +437,7 @@ def _check_names(config: Any) -> None:
             f"the configuration must be a dict of axes, got {config!r} of type {type(config).__name__}: give a dict,"
             f" such as {_EXAMPLE}"
         )
-    unknown = [axis for axis in config if axis not in _AXES]
+    unknown = [axis for axis in config if axis not in _AXIS_ARGUMENTS]
     if "parallel" in unknown:
         raise ConfigError(
             f"the configuration has the key 'parallel' among {', '.join(map(repr, config))}: give its value, as in"
@@ -445,7 +446,8 @@ def _check_names(config: Any) -> None:
     if unknown:
         raise ConfigError(
             f"the configuration has {unknown[0]!r}, which is not a parallel axis: choose from"
-            f" {', '.join(_AXES)}, as in {_EXAMPLE}; other arguments follow it, as in from_config(config, zero_stage=1)"
+            f" {', '.join(_AXIS_ARGUMENTS)}, as in {_EXAMPLE}; other arguments follow it, as in from_config(config,"
+            " zero_stage=1)"
         )
 
 
@@ -465,13 +467,14 @@ def _check_keys(axis: str, given: Mapping[str, Any]) -> None:
     # Unknown modes may have further keys; the error about the mode comes first.
     if axis == "tensor" and given.get("mode") not in TENSOR_MODES:
         return
-    tensor = ("mode", "depth") if given.get("mode") == "2.5d" else ("mode",)
-    known = ("size", *({"tensor": tensor} | dict(_FURTHER_ARGUMENTS)).get(axis, ()))
+    known = ["size", *(key for key in _AXIS_ARGUMENTS[axis] if key != "size")]
+    if axis == "tensor" and given["mode"] != "2.5d":
+        known.remove("depth")
     for key in given:
         if key not in known:
             raise ConfigError(
                 f"{axis}={dict(given)!r} has the unknown key {key!r}: write {axis}={_AXIS_EXAMPLES[axis]}"
-                + (f" (its keys are {', '.join(known)})" if axis in _FURTHER_ARGUMENTS else "")
+                + (f" (its keys are {', '.join(known)})" if axis in ("pipeline", "moe") else "")
             )
 
 
@@ -482,7 +485,7 @@ def _check_mode(given: Any, size: int) -> None:
         raise ConfigError(
             f"tensor={shown} shards layers over {size} ranks but has no mode: write tensor=dict(size={size}, mode='1d')"
         )
-    if mode == _SEQUENCE:
+    if mode == "sequence":  # of the documents
         raise ConfigError(
             f"tensor={shown}: mode 'sequence' shards sequences, not layers: use mode='1d', or"
             " sequence_parallelism_mode='ring_attn' with sp_size, as arguments"
@@ -491,10 +494,9 @@ def _check_mode(given: Any, size: int) -> None:
         raise ConfigError(f"tensor={shown}: mode {mode!r} is unknown: use one of {', '.join(TENSOR_MODES)}")
 
 
-def _check_data(sizes: Mapping[str, int], given: Mapping[str, Any] | None) -> None:
+def _check_data(sizes: Mapping[str, int], extra: Mapping[str, Any]) -> None:
     if "data" not in sizes:
         return
-    extra = given or {}
     others = {axis: sizes.get(axis, 1) for axis in ("pipeline", "tensor")} | dict(extra.get("extra_axes") or {})
     if extra.get("sequence_parallelism_mode") in _SP_AXIS_MODES:
         others["sp_size"] = extra.get("sp_size") or 1
@@ -505,24 +507,3 @@ def _check_data(sizes: Mapping[str, int], given: Mapping[str, Any] | None) -> No
             f"data={sizes['data']} times {factors} is {product} ranks, but the world size is {world_size}: leave data"
             " out, as it follows from the others"
         )
-
-
-def _merge(
-    arguments: dict[str, Any], further: Mapping[str, Mapping[str, Any]], extra: Mapping[str, Any]
-) -> dict[str, Any]:
-    for name, argument in _ARGUMENTS.items():
-        if argument in extra and argument in arguments:
-            raise ConfigError(
-                f"{argument}={extra[argument]!r} was given in addition to {name!r}={arguments[argument]} of the"
-                f" configuration: leave {argument} out"
-            )
-    merged = arguments
-    for axis, given in further.items():
-        for name, value in given.items():
-            if name in extra:
-                raise ConfigError(
-                    f"{name}={extra[name]!r} was given in addition to {value!r} in the configuration's {axis!r}: leave"
-                    " one of them out"
-                )
-        merged = merged | dict(given)
-    return merged | dict(extra)

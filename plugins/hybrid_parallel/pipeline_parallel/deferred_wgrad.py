@@ -89,11 +89,6 @@ class DeferredWeightGrads:
         self._pending.clear()
 
     @property
-    def num_pending(self) -> int:
-        """Number of keys with deferred gradients."""
-        return sum(bool(waiting) for waiting in self._pending.values())
-
-    @property
     def is_deferring(self) -> bool:
         """Whether the current backward defers gradients."""
         return self._current is not None
