@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import GradientEdge
 from torch.distributed import DebugLevel, get_debug_level  # type: ignore[attr-defined]  # no __all__ there
 
 from booster.comm import (
@@ -36,7 +37,7 @@ from .model import HybridModel
 from .pipeline_parallel.config import PipelineArguments
 from .pipeline_parallel.deferred_wgrad import DeferredWeightGrads
 from .pipeline_parallel.microbatch import BatchConsistency, Microbatch, PipelineRun, fetch, join_outputs, split_batch
-from .pipeline_parallel.p2p import LinkPeer, ReceivedActivation, SentActivation, StageP2P
+from .pipeline_parallel.p2p import LinkPeer, ReceivedActivation, StageP2P
 from .pipeline_parallel.schedules import ActionKind, StageAction
 from .pipeline_parallel.schedules.communication import stages_by_position
 from .pipeline_parallel.stage_module import StageModel
@@ -55,7 +56,7 @@ class _InFlightMicrobatch:
     """State of a microbatch between its forward and its backward through a model chunk."""
 
     received: ReceivedActivation | None
-    sent: SentActivation | None
+    sent: Sequence[GradientEdge] | None
     loss: torch.Tensor | None
 
 
@@ -263,8 +264,8 @@ class PipelineRuntime:
             elif live.sent is not None and step.receives is not None:
                 gradients = self._p2p.recv_gradients(step.receives)
                 self._reduce_if_last(step)
-                if live.sent.edges:
-                    torch.autograd.backward(live.sent.edges, gradients)
+                if live.sent:
+                    torch.autograd.backward(live.sent, gradients)
         if step.sends is not None:
             assert live.received is not None
             self._p2p.send_gradients(step.sends, live.received)

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from booster.comm import RecvChannel, SendChannel, TensorMeta
 from booster.errors import ConfigError
@@ -42,19 +43,6 @@ _NUM_POSTED_AHEAD = 2  # number of actions whose receives are posted ahead
 
 LinkPeer = Callable[[int, int], tuple["dist.ProcessGroup | None", int]]
 """Returns the group of the link from a sending to a receiving stage, and the peer's rank in it."""
-
-
-@dataclass(frozen=True, slots=True)
-class SentActivation:
-    """A sent activation.
-
-    Attributes:
-        spec: Tree spec of the activation.
-        edges: Gradient edges of its tensors that require gradients, in order.
-    """
-
-    spec: TreeSpec
-    edges: Sequence[torch.autograd.graph.GradientEdge]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,22 +153,20 @@ class StageP2P:
             if step.receives in self._recv_index:
                 self._post_recv(step.receives)  # type: ignore[arg-type]
 
-    def send_output(self, message: Message, tree: Any) -> SentActivation:
-        """Send an activation to the next chunk.
+    def send_output(self, message: Message, tree: Any) -> list[GradientEdge]:
+        """Send an activation to the next chunk, and return the gradient edges of its tensors that require gradients.
 
         Raises:
             ConfigError: It has unsupported values, or other shapes than an earlier one of the same kind.
         """
         tensors, spec = flatten(tree)
         edges = [
-            torch.autograd.graph.get_gradient_edge(tensor)
-            for tensor, one in zip(tensors, spec.tensors, strict=True)
-            if one.requires_grad
+            get_gradient_edge(tensor) for tensor, one in zip(tensors, spec.tensors, strict=True) if one.requires_grad
         ]
         self._spec_of[message.microbatch, message.position] = spec
         if message.receiver == self._stage:
             self._local[message] = [tensor.detach() for tensor in tensors]
-            return SentActivation(spec, edges)
+            return edges
         kind = self._kind(message)
         known = self._cached_specs.get(kind) if self._caches else None
         if known is not None and known != spec:
@@ -191,7 +177,7 @@ class StageP2P:
             )
         self._cached_specs[kind] = spec
         self._send(message, tensors, None if known is not None else spec.encode())
-        return SentActivation(spec, edges)
+        return edges
 
     def recv_output(self, message: Message) -> ReceivedActivation:
         """Wait for an activation.

@@ -229,7 +229,7 @@ class _LayerNorm(torch.autograd.Function):
         scale = torch.rsqrt((variances + (means - mean).square()).mean(0) + eps)
         normalized = (wide - mean) * scale
         ctx.save_for_backward(x, weight, mean, scale)
-        ctx.group, ctx.num_features, ctx.has_bias = group, size * x.shape[-1], bias is not None
+        ctx.group, ctx.num_features = group, size * x.shape[-1]
         y = normalized if weight is None else normalized * weight
         return (y if bias is None else y + bias).to(x.dtype)
 

@@ -224,7 +224,7 @@ def _traced_chain(
                 f"{', '.join(dict.fromkeys(_parent((layer,)) for layer in layers))}, as the model's forward runs them"
             )
             return LayerChain(layers=layers, source=source, known_gaps=trace.gaps(layers))
-    if (pair := _encoder_and_decoder(model, stacks)) is not None:
+    if (pair := _encoder_and_decoder(stacks)) is not None:
         return pair
     for items in (*stacks, *lists):
         places = [trace.order(item) for item in items] if trace.runs_once(items) else []
@@ -252,7 +252,7 @@ def _merge_lists(model: nn.Module, trace: Trace, lists: list[tuple[str, ...]]) -
 
 
 def _chain_of_stacks(model: nn.Module, stacks: tuple[tuple[str, ...], ...]) -> LayerChain:
-    if (pair := _encoder_and_decoder(model, stacks)) is not None:
+    if (pair := _encoder_and_decoder(stacks)) is not None:
         return pair
     sizes = [_num_parameters(model, stack) for stack in stacks]
     largest = max(sizes)
@@ -271,7 +271,7 @@ def _chain_of_stacks(model: nn.Module, stacks: tuple[tuple[str, ...], ...]) -> L
     )
 
 
-def _encoder_and_decoder(model: nn.Module, stacks: tuple[tuple[str, ...], ...]) -> LayerChain | None:
+def _encoder_and_decoder(stacks: tuple[tuple[str, ...], ...]) -> LayerChain | None:
     """Return the chain of two layer lists in sibling modules named as encoder and decoder."""
     for encoder in stacks:
         for decoder in stacks:
