@@ -372,17 +372,12 @@ class HybridParallelPlugin(ShardedPlugin):
         tied_groups = mesh.subgroups("pp", () if stage_model is None else stage_model.holders.values())
         boosted = HybridModel(
             model,
+            mesh,
             tp_group=self._partitioner.tp_group,
             sp_group=self._partitioner.sp_group,
-            data_group=mesh.group("dp", "sp"),
-            replica_group=mesh.control_group("pp", "sp", "tp"),
-            is_primary=mesh.rank("dp", "sp", *mesh.extra_axes) == 0,
-            is_expert_primary=mesh.rank("edp", "sp", *mesh.extra_axes) == 0,
-            broadcasts_buffers=config.broadcast_buffers and mesh.size("dp", "sp") > 1,
             ep_group=self._partitioner.ep_group,
             stage_model=stage_model,
-            stage=mesh.rank("pp"),
-            extra_group=mesh.control_group(*mesh.extra_axes) if mesh.size(*mesh.extra_axes) > 1 else None,
+            broadcasts_buffers=config.broadcast_buffers and mesh.size("dp", "sp") > 1,
         )
         wrapped = None
         if optimizer is not None:

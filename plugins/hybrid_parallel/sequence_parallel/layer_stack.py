@@ -213,14 +213,7 @@ class LayerStack:
 
 
 class _LayerHooks:
-    """Hooks of one layer, which the constructor registers; no reference to the layer is kept.
-
-    Args:
-        layer: The layer.
-        stack: Its stack.
-        index: Index in the stack.
-        is_last: If True, it is the last layer of the stack.
-    """
+    """Hooks of the layer of an index in a stack, which the constructor registers; the layer is not referenced."""
 
     def __init__(self, layer: nn.Module, stack: LayerStack, index: int, *, is_last: bool) -> None:
         self._stack = stack

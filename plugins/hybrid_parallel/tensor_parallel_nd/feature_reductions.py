@@ -85,9 +85,7 @@ def _members(base: type[nn.Module]) -> dict[str, Any]:
 class _FeatureReductions(TorchFunctionMode):
     """Torch function mode in which reductions over the last dimension are over the features of all ranks.
 
-    Args:
-        division: What the module's functions see.
-        shape: Shape of this rank's block of the hidden states.
+    It takes tensors of the shape of this rank's block of the hidden states for blocks; see `FeatureDivision.where`.
     """
 
     def __init__(self, division: FeatureDivision, shape: torch.Size) -> None:

@@ -18,24 +18,17 @@ from .plan import PartialPlan, ShardedArgument, Style, match_names, matches, rea
 _EXPERT_PARALLEL = frozenset({"grouped_gemm", "ep_dispatch_experts", "ep_router"})
 
 
-def pretrained_models(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module, Any]]:
-    """Yield the outermost transformers models in a model: name, module and configuration."""
-    config = getattr(model, "config", None)
-    if hasattr(type(model), "base_model_prefix") and hasattr(config, "model_type"):  # peft's models forward attributes
-        yield name, model, config
+def pretrained_models(
+    model: nn.Module, name: str = "", types: Container[str] | None = None
+) -> Iterator[tuple[str, nn.Module, Any]]:
+    """Yield the outermost transformers models in a model, or those of given types: name, module and configuration."""
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    is_wanted = kind is not None if types is None else kind in types
+    if is_wanted and hasattr(type(model), "base_model_prefix"):  # peft's models forward attributes
+        yield name, model, model.config
         return
     for key, child in model.named_children():
-        yield from pretrained_models(child, f"{name}.{key}" if name else key)
-
-
-def _models_of_types(model: nn.Module, types: Container[str], name: str = "") -> Iterator[tuple[str, nn.Module, Any]]:
-    """Yield the outermost transformers models of these types in a model, as `pretrained_models` does."""
-    config = getattr(model, "config", None)
-    if hasattr(type(model), "base_model_prefix") and getattr(config, "model_type", None) in types:
-        yield name, model, config
-        return
-    for key, child in model.named_children():
-        yield from _models_of_types(child, types, f"{name}.{key}" if name else key)
+        yield from pretrained_models(child, f"{name}.{key}" if name else key, types)
 
 
 # Gate and up are one after the other in each expert, and the forward takes halves. Shared experts hold parameters, not
@@ -64,7 +57,7 @@ def transformers_plan(model: nn.Module) -> PartialPlan | None:
     Raises:
         ConfigError: The plan does not work.
     """
-    for _, module, config in _models_of_types(model, UNSHARDABLE):
+    for _, module, config in pretrained_models(model, types=UNSHARDABLE):
         raise ConfigError(
             f"{type(module).__name__} {UNSHARDABLE[config.model_type]}, which transformers' own plan leaves out: give"
             " plan= with layers outside of attention, such as those of the MLP, or use tp_size=1"
@@ -82,7 +75,7 @@ def transformers_plan(model: nn.Module) -> PartialPlan | None:
         sources.append(f"{type(module).__name__} ({config.model_type})")
     if not found:
         return None
-    for name, module, config in _models_of_types(model, CORRECTIONS):
+    for name, module, config in pretrained_models(model, types=CORRECTIONS):
         names = [key for key, _ in module.named_modules()] + [key for key, _ in module.named_parameters()]
         plan = {key: read_style(key, style) for key, style in CORRECTIONS[config.model_type].items()}
         styles, _ = match_names(plan, names, str(getattr(module, "base_model_prefix", "")))
@@ -334,7 +327,7 @@ def table_plan(model: nn.Module) -> PartialPlan | None:
     styles: dict[str, Style] = {}
     arguments: list[ShardedArgument] = []
     kinds = []
-    for name, module, config in _models_of_types(model, TABLES):
+    for name, module, config in pretrained_models(model, types=TABLES):
         table = TABLES[config.model_type]
         prefix = f"{name}." if name else ""
         patterns = {**table.plan, **(table.customize(config) if table.customize else {})}
