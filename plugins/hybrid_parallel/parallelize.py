@@ -106,18 +106,6 @@ def all_reduce_replicated_grad(parameter: nn.Parameter, group: dist.ProcessGroup
     _register_hook(parameter, partial(_all_reduced, group))
 
 
-def _all_reduce_shared_grad(
-    parameter: nn.Parameter, shard_specs: Sequence[ShardSpec], rank: int, group: dist.ProcessGroup | None
-) -> None:
-    """All-reduce the gradients of elements that several ranks of a group hold, in every backward.
-
-    Collective: no; every backward is, over the group, also on ranks without shared elements.
-    """
-    slices = _shared_slices(shard_specs, rank)
-    if slices is not None:
-        _register_hook(parameter, partial(_all_reduced_slices, *slices, group))
-
-
 def _register_hook(parameter: nn.Parameter, hook: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Register a gradient hook on a parameter, also on a frozen one, which may train later."""
     if parameter.is_floating_point() or parameter.is_complex():
@@ -371,7 +359,9 @@ def _register_grad_all_reduces(
     for name, parameter in model.named_parameters():
         rank_specs = shard_specs[name]
         if not rank_specs[0].is_unsharded:
-            _all_reduce_shared_grad(parameter, rank_specs, tp_group.rank, tp_group.group)
+            slices = _shared_slices(rank_specs, tp_group.rank)
+            if slices is not None:
+                _register_hook(parameter, partial(_all_reduced_slices, *slices, tp_group.group))
         elif (
             name.rpartition(".")[0] in partial_names
             or name in partial_names

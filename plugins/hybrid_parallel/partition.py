@@ -334,7 +334,8 @@ class ModelPartitioner:
         stage_model = build_stage(
             model, optimizer, local_specs, materializer, stage_partition, self._stage, self._device
         )
-        held = self._modules_held(model, stage_partition)
+        stages = stage_partition.module_stages(model)
+        held = {name for name, module in model.named_modules() if self._stage in stages[id(module)]}
         stage_specs = {name: shard_specs[logical] for name, logical in stage_model.logical_names.items()}
         self._parallelize(model, self._stage_plan(plan, stage_partition, held), stage_specs)
         self._parallelize_experts(model, experts, held)
@@ -342,11 +343,6 @@ class ModelPartitioner:
             defer_weight_gradients(model, self.weight_gradients)
         install_chunk_forward(model, stage_model, self._stage)
         return stage_model
-
-    def _modules_held(self, model: nn.Module, stage_partition: StagePartition) -> set[str]:
-        """Return the names of this stage's modules."""
-        stages = stage_partition.module_stages(model)
-        return {name for name, module in model.named_modules() if self._stage in stages[id(module)]}
 
     def _stage_plan(
         self, plan: TensorParallelPlan, stage_partition: StagePartition, held: Collection[str]
