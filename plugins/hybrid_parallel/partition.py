@@ -24,7 +24,6 @@ from .expert_parallel.plan import ExpertPlan, find_experts
 from .expert_parallel.shared_experts import overlap_shared_experts
 from .mesh import HybridMesh
 from .parallelize import parallelize
-from .pipeline_parallel.deferred_wgrad import DeferredWeightGrads, defer_weight_gradients
 from .pipeline_parallel.shard_params import shard_parameters
 from .pipeline_parallel.stage_module import StageModel, build_stage, install_chunk_forward
 from .pipeline_parallel.stage_partition.balance import partition_layers
@@ -36,7 +35,9 @@ from .sequence_parallel.layer_stack import attach_stack, check_only_attention_mi
 from .sequence_parallel.recorded_outputs import gather_returned_outputs
 from .sequence_parallel.splitters import SequenceAxisSplitter
 from .sequence_parallel.token_parallel_logits import share_head
+from .tensor_parallel.deferred_wgrad import DeferredWeightGrads
 from .tensor_parallel.group import TensorParallelGroup
+from .tensor_parallel.linear import defer_weight_gradients
 from .tensor_parallel.random_functions import intercept_random_functions
 from .tensor_parallel.shard_spec import sharded_spec, vocabulary_spec
 from .tensor_parallel_nd.grid import TensorGrid, TensorGridShape

@@ -35,7 +35,6 @@ from booster.rng_state import fork_rng_state, get_rng_state, set_rng_state
 from .mesh import AXES, HybridMesh
 from .model import HybridModel
 from .pipeline_parallel.config import PipelineArguments
-from .pipeline_parallel.deferred_wgrad import DeferredWeightGrads
 from .pipeline_parallel.microbatch import BatchConsistency, Microbatch, PipelineRun, fetch, join_outputs, split_batch
 from .pipeline_parallel.p2p import LinkPeer, ReceivedActivation, StageP2P
 from .pipeline_parallel.schedules import ActionKind, StageAction
@@ -43,6 +42,7 @@ from .pipeline_parallel.schedules.communication import stages_by_position
 from .pipeline_parallel.stage_module import StageModel
 from .pipeline_parallel.stage_partition.stage_plan import StagePartition
 from .sequence_parallel.recorded_outputs import captures
+from .tensor_parallel.deferred_wgrad import DeferredWeightGrads
 
 _KINDS = {
     ActionKind.FORWARD: "forward",

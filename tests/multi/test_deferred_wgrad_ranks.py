@@ -13,10 +13,14 @@ from transformers.pytorch_utils import Conv1D
 from booster.comm import count_communication
 from booster.device import current_device
 from booster.plugins.hybrid_parallel.parallelize import all_reduce_replicated_grad
-from booster.plugins.hybrid_parallel.pipeline_parallel.deferred_wgrad import DeferredWeightGrads, defer_weight_gradients
+from booster.plugins.hybrid_parallel.tensor_parallel.deferred_wgrad import DeferredWeightGrads
 from booster.plugins.hybrid_parallel.tensor_parallel.embedding import make_vocab_parallel_head
 from booster.plugins.hybrid_parallel.tensor_parallel.group import TensorParallelGroup
-from booster.plugins.hybrid_parallel.tensor_parallel.linear import make_column_parallel, make_row_parallel
+from booster.plugins.hybrid_parallel.tensor_parallel.linear import (
+    defer_weight_gradients,
+    make_column_parallel,
+    make_row_parallel,
+)
 from booster.plugins.hybrid_parallel.tensor_parallel.mappings import local_sequence_length
 from booster.plugins.hybrid_parallel.tensor_parallel.region_input import GatheredRegionInput
 from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import Block, local_sizes, sharded_spec, vocabulary_spec

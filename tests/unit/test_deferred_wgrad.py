@@ -16,7 +16,8 @@ from transformers.pytorch_utils import Conv1D
 from zoo import get_model
 
 from booster.plugins.hybrid_parallel.activation_checkpointing import GradientCheckpointConfig, checkpoint_layers
-from booster.plugins.hybrid_parallel.pipeline_parallel.deferred_wgrad import DeferredWeightGrads, defer_weight_gradients
+from booster.plugins.hybrid_parallel.tensor_parallel.deferred_wgrad import DeferredWeightGrads
+from booster.plugins.hybrid_parallel.tensor_parallel.linear import defer_weight_gradients
 
 TOLERANCE = 1e-6
 

@@ -11,6 +11,8 @@ and one in backward.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,9 +20,18 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from booster.core.layer_stacks import subclass_of
+
 from .async_grad_reduce import AsyncGradInput
 from .collective_matmul import is_chunked, matmul_reduce_scatter, traced_matmul_reduce_scatter
-from .deferred_wgrad import deferrable_matmul, deferred_wgrad, needs_cast, weight_matrix
+from .deferred_wgrad import (
+    DeferredWeightGrads,
+    deferrable_matmul,
+    deferred_wgrad,
+    needs_cast,
+    set_wgrad_queue,
+    weight_matrix,
+)
 from .dynamic_class import mixin_forward
 from .group import TensorParallelGroup
 from .mappings import (
@@ -340,3 +351,38 @@ def has_plain_forward(layer_class: type[nn.Module]) -> bool:
 
 def _is_conv1d(layer_class: type) -> bool:
     return layer_class.__name__ == "Conv1D" and layer_class.__module__ == "transformers.pytorch_utils"
+
+
+def defer_weight_gradients(model: nn.Module, gradients: DeferredWeightGrads) -> None:
+    """Prepare a model's linear layers to defer the gradients of their weights, in place.
+
+    Applies to `nn.Linear`, transformers' `Conv1D`, and their subclasses without an overridden forward, tensor parallel
+    or not. Names of modules and parameters, `isinstance` and `copy.deepcopy` keep working. Call it after layers were
+    sharded for tensor parallelism. Not collective.
+
+    Args:
+        model: Model whose layers are all prepared, replacing earlier queues.
+        gradients: Queue of the stage that runs the model.
+    """
+    for module in model.modules():
+        is_sharded = "_split" in vars(module)  # these layers defer already
+        if not is_linear(module) or ("forward" in vars(module) and not is_sharded):
+            continue
+        owner = next(base for base in type(module).__mro__ if "forward" in vars(base))
+        if "_gradient_keeper" not in vars(module) and has_plain_forward(owner):
+            module.__class__ = subclass_of(type(module), "deferring", _deferring_members)
+        set_wgrad_queue(module, gradients)
+
+
+def _deferring_members(base: type[nn.Module]) -> dict[str, Any]:
+    """Return the members of a linear layer that can defer weight gradients."""
+    plain = base.forward
+    (_, input_name) = inspect.signature(plain).parameters
+
+    @functools.wraps(plain)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        x = (args or (kwargs.get(input_name),))[0] if len(args) + len(kwargs) == 1 else None
+        y = None if x is None else deferrable_matmul(self, x, self.bias, is_transposed=is_transposed(self))  # type: ignore[arg-type]
+        return plain(self, *args, **kwargs) if y is None else y  # type: ignore[no-any-return]
+
+    return {"forward": forward}
