@@ -224,14 +224,9 @@ class DeferredWGrad:
         self.queue.put(self.weight, pairs)
 
 
-def set_wgrad_queue(layer: nn.Module, queue: DeferredWeightGrads) -> None:
-    """Attach the queue that `deferred_wgrad` returns for a layer."""
-    layer._gradient_keeper = queue  # type: ignore[assignment]
-
-
 def deferred_wgrad(layer: nn.Module) -> DeferredWGrad | None:
     """Return the deferrable gradient of a layer's weight, or None if the layer has no queue or needs no gradient."""
-    queue: Any = getattr(layer, "_gradient_keeper", None)
+    queue: Any = getattr(layer, "_wgrad_queue", None)
     weight: Any = layer.weight if queue is not None else None
     if type(weight) not in _PLAIN or not weight.is_leaf or not weight.requires_grad or not torch.is_grad_enabled():
         return None

@@ -29,7 +29,6 @@ from .deferred_wgrad import (
     deferrable_matmul,
     deferred_wgrad,
     needs_cast,
-    set_wgrad_queue,
     weight_matrix,
 )
 from .dynamic_class import mixin_forward
@@ -369,9 +368,9 @@ def defer_weight_gradients(model: nn.Module, gradients: DeferredWeightGrads) -> 
         if not is_linear(module) or ("forward" in vars(module) and not is_sharded):
             continue
         owner = next(base for base in type(module).__mro__ if "forward" in vars(base))
-        if "_gradient_keeper" not in vars(module) and has_plain_forward(owner):
+        if "_wgrad_queue" not in vars(module) and has_plain_forward(owner):
             module.__class__ = subclass_of(type(module), "deferring", _deferring_members)
-        set_wgrad_queue(module, gradients)
+        module._wgrad_queue = gradients  # type: ignore[assignment]
 
 
 def _deferring_members(base: type[nn.Module]) -> dict[str, Any]:
