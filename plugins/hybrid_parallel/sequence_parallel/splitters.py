@@ -67,17 +67,6 @@ def gather_tokens(x: torch.Tensor, sp_group: SequenceParallelGroup, dim: int, le
     return full
 
 
-def copy_replicated(x: torch.Tensor, sp_group: SequenceParallelGroup) -> torch.Tensor:
-    """Return a tensor that stays replicated inside of the stack, such as encoder states in a decoder.
-
-    Collective: in backward, which all-reduces the partial gradients.
-    """
-    if sp_group.size == 1 or not (x.requires_grad and torch.is_grad_enabled()):
-        return x
-    copy: torch.Tensor = _CopyReplicated.apply(x, sp_group)
-    return copy
-
-
 def _gather(x: torch.Tensor, sp_group: SequenceParallelGroup, sharding: SequenceSharding, dim: int) -> torch.Tensor:
     lengths = sharding.local_lengths()
     rows = x.detach().movedim(dim, 0)
@@ -160,7 +149,10 @@ class SequenceSplitter(ABC):
         return None
 
     def replicate(self, x: torch.Tensor) -> torch.Tensor:
-        """Return an unsharded tensor for computation on shards. Collective: in backward."""
+        """Return a tensor that stays unsharded for computation on shards, such as encoder states in a decoder.
+
+        Collective: in backward, which all-reduces the partial gradients.
+        """
         return x
 
     def set_length(self, length: int | None) -> None:  # noqa: B027 (attention gets the length from its context)
@@ -188,7 +180,10 @@ class SequenceAxisSplitter(SequenceSplitter):
         return token_dim(name, tensor, length)
 
     def replicate(self, x: torch.Tensor) -> torch.Tensor:
-        return copy_replicated(x, self._sp_group)
+        if self._sp_group.size == 1 or not (x.requires_grad and torch.is_grad_enabled()):
+            return x
+        copy: torch.Tensor = _CopyReplicated.apply(x, self._sp_group)
+        return copy
 
 
 class TensorAxisSplitter(SequenceSplitter):
