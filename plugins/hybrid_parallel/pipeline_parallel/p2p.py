@@ -237,19 +237,19 @@ class StageP2P:
             sent = self._spec_of.get((message.microbatch, message.position + 1))
             if sent is None:  # not sent yet
                 return None
-            return [TensorMeta(one.shape, one.dtype) for one in sent.tensors if one.requires_grad]
+            return [one for one in sent.tensors if one.requires_grad]
         spec = self._cached_specs.get(self._kind(message)) if self._caches else None
         if spec is None:
             self._headers_due[sender] = message
             return None
         self._spec_of[message.microbatch, message.position] = spec
-        return spec.specs
+        return spec.tensors
 
     def _read_header(self, sender: int, header: bytes) -> Sequence[TensorMeta]:
         message = self._headers_due.pop(sender)
         spec = TreeSpec.decode(header)
         self._cached_specs[self._kind(message)] = self._spec_of[message.microbatch, message.position] = spec
-        return spec.specs
+        return spec.tensors
 
     def _recv(self, message: Message) -> list[torch.Tensor]:
         if self._is_ordered:

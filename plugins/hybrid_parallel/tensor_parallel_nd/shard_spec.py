@@ -14,17 +14,7 @@ from .grid import TensorGridShape
 def weight_spec(
     shape: Sequence[int], dim: int, blocks: Sequence[Block], grid: TensorGridShape, rank: int, *, is_second: bool
 ) -> ShardSpec:
-    """Return the shard spec of the weight of a linear layer.
-
-    Args:
-        shape: Shape of the logical weight, in two dimensions.
-        dim: The dimension of the features between the two layers of a pair: the outputs of the first one, the inputs of
-            the second one.
-        blocks: Consecutive blocks of that dimension.
-        grid: The grid.
-        rank: Tensor-parallel rank.
-        is_second: Whether it is the second layer of a pair.
-    """
+    """Return the shard spec of a linear layer's weight, in which `dim` has the features between the layers of a pair."""
     layout, coordinates = grid.weight(is_second=is_second), grid.coordinates(rank)
     inner_axis, outer_axis = (layout.inputs, layout.outputs) if is_second else (layout.outputs, layout.inputs)
     other, outputs = 1 - dim, (1 - dim if is_second else dim)
