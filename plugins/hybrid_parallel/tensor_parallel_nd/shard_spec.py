@@ -14,7 +14,7 @@ from .grid import TensorGridShape
 def weight_spec(
     shape: Sequence[int], dim: int, blocks: Sequence[Block], grid: TensorGridShape, rank: int, *, is_second: bool
 ) -> ShardSpec:
-    """Return the shard spec of a linear layer's weight, in which `dim` has the features between the layers of a pair."""
+    """Return the shard spec of a weight, in which `dim` has the features between the two layers of a pair."""
     layout, coordinates = grid.weight(is_second=is_second), grid.coordinates(rank)
     inner_axis, outer_axis = (layout.inputs, layout.outputs) if is_second else (layout.outputs, layout.inputs)
     other, outputs = 1 - dim, (1 - dim if is_second else dim)
