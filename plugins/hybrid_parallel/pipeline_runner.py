@@ -382,7 +382,7 @@ def build_runtime(
         weight_gradients: Deferred weight gradients, or None.
     """
     stage = mesh.rank("pp")
-    is_ordered = device.type != "cpu"  # gloo matches messages by their tags
+    is_ordered = _is_ordered(device)
     ends = _link_ends(mesh, stage_model.partition, is_ordered=is_ordered)
     return PipelineRuntime(
         model,
@@ -402,6 +402,11 @@ def build_runtime(
         device=device,
         groups=mesh.groups,
     )
+
+
+def _is_ordered(device: torch.device) -> bool:
+    """Return whether links need a common order: gloo matches messages by their tags."""
+    return device.type != "cpu"
 
 
 def _link_ends(mesh: HybridMesh, partition: StagePartition, *, is_ordered: bool) -> LinkPeer:
