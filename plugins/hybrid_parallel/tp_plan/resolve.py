@@ -306,21 +306,13 @@ def _is_parameter(model: nn.Module, name: str) -> bool:
     return leaf in model.get_submodule(owner)._parameters
 
 
-def _read_user_plan(model: nn.Module, plan: object) -> PartialPlan:
+def _read_user_plan(model: nn.Module, plan: UserPlan) -> PartialPlan:
     """Parse a user's plan: styles by pattern of names of modules or bare parameters."""
-    if not isinstance(plan, Mapping) or not plan:
-        raise ConfigError(
-            f"plan={plan!r} is not a plan: give a mapping of module names to styles, such as"
-            " {'layers.*.mlp.up_proj': 'colwise', 'layers.*.mlp.down_proj': 'rowwise'}, or None to search for one"
-        )
-    styles: dict[str, tuple[Style, str]] = {}
-    for pattern, given in plan.items():
-        if not isinstance(pattern, str):
-            raise ConfigError(f"the plan has {pattern!r} as a module name: names must be strings")
-        styles[pattern] = read_style(pattern, given), reason_of(given)
     outer, inner = unwrapped_model(model)
     prefix = f"{outer}." if outer else ""
-    styles = {pattern.removeprefix(prefix): style for pattern, style in styles.items()}
+    styles = {
+        pattern.removeprefix(prefix): (read_style(pattern, given), reason_of(given)) for pattern, given in plan.items()
+    }
     names = [name for name, _ in inner.named_modules()] + [name for name, _ in inner.named_parameters()]
     matched, unmatched = match_names(styles, names, str(getattr(inner, "base_model_prefix", "")))
     if unmatched:
@@ -367,7 +359,7 @@ def choose_plan(
     Args:
         model: The user's model, possibly on the meta device. It is not changed.
         tp_size: Number of tensor-parallel ranks. With 1 only stacks of layers are found and a user's plan is checked.
-        plan: The user's plan, optional.
+        plan: The user's plan, a mapping of names, optional.
         sequence_mode: Mode of sequence parallelism; optional, defaults to unsharded sequences.
 
     Raises:
@@ -391,13 +383,13 @@ def choose_plan(
 
 def _read_plan(model: nn.Module, plan: UserPlan | None, tp_size: int) -> PartialPlan:
     """Return the plan of the user: its styles, its placements, and those of marked parameters."""
-    given = plan if isinstance(plan, Mapping) else {}
+    given = plan or {}
     placements = {name: value for name, value in given.items() if is_placement(value)}
     marked = marked_placements(model)
     if not placements and not marked:
-        return _read_user_plan(model, plan)
+        return _read_user_plan(model, given)
     others = {name: value for name, value in given.items() if name not in placements}
-    styles = _read_user_plan(model, others) if others or not isinstance(plan, Mapping | None) else None
+    styles = _read_user_plan(model, others) if others else None
     derived = plan_of_placements(model, placements, marked, tp_size=max(tp_size, 2))
     if styles is None:
         return derived
