@@ -138,10 +138,10 @@ def _shard_parameters(
     materializer: Materializer,
     absent_ids: Collection[int],
 ) -> dict[str, nn.Parameter]:
-    """Materialize every parameter and keep this rank's shard of it.
+    """Materialize every parameter and keep this rank's shard of it, but none of modules of `absent_ids`.
 
     Lazy and meta parameters are materialized module by module, so that the unsharded parameters of at most one module
-    are in memory at a time.
+    are in memory at a time. States of the optimizer are sharded as well.
 
     Returns:
         The model's parameters by name, tied ones once. Those of absent modules only are on the meta device, and are
