@@ -288,7 +288,7 @@ class HybridParallelPlugin(ShardedPlugin):
         pipeline = self._config.pipeline
         if pipeline is None:
             return True
-        end = pipeline.schedule.place(pipeline.num_positions - 1, pipeline.num_stages)
+        end = pipeline.schedule.place(pipeline.num_positions - 1, pipeline.pp_size)
         return end[0] == self._mesh.rank("pp")
 
     @property
@@ -372,17 +372,12 @@ class HybridParallelPlugin(ShardedPlugin):
         tied_groups = mesh.subgroups("pp", () if stage_model is None else stage_model.holders.values())
         boosted = HybridModel(
             model,
+            mesh,
             tp_group=self._partitioner.tp_group,
             sp_group=self._partitioner.sp_group,
-            data_group=mesh.group("dp", "sp"),
-            replica_group=mesh.control_group("pp", "sp", "tp"),
-            is_primary=mesh.rank("dp", "sp", *mesh.extra_axes) == 0,
-            is_expert_primary=mesh.rank("edp", "sp", *mesh.extra_axes) == 0,
-            broadcasts_buffers=config.broadcast_buffers and mesh.size("dp", "sp") > 1,
             ep_group=self._partitioner.ep_group,
             stage_model=stage_model,
-            stage=mesh.rank("pp"),
-            extra_group=mesh.control_group(*mesh.extra_axes) if mesh.size(*mesh.extra_axes) > 1 else None,
+            broadcasts_buffers=config.broadcast_buffers and mesh.size("dp", "sp") > 1,
         )
         wrapped = None
         if optimizer is not None:
@@ -460,7 +455,7 @@ class HybridParallelPlugin(ShardedPlugin):
     def representative_ranks(self) -> list[int]:
         num_stages = self._config.pp_size
         stages = list(range(num_stages))
-        if self._config.num_layers_per_stage is None and self._config.split is None:
+        if self._config.stages.num_layers_per_stage is None and self._config.stages.split is None:
             # Stages in the middle hold as many layers as the second one, and activations of no more microbatches.
             stages = sorted({0, min(1, num_stages - 1), num_stages - 1})
         return [self._mesh.rank_at(dp=0, pp=stage, sp=0, tp=0) for stage in stages]
@@ -473,7 +468,7 @@ class HybridParallelPlugin(ShardedPlugin):
         number = run.num_microbatches
         gradients = backward / number / 2  # those of the inputs cost as much as those of the weights
         costs = Costs(forward=forward / number, backward_input=gradients, weight=gradients, message=message)
-        return simulate(arguments.schedule, arguments.num_stages, number, arguments.num_chunks, costs).length
+        return simulate(arguments.schedule, arguments.pp_size, number, arguments.num_model_chunks, costs).length
 
     def layer_divisor(self) -> int:
         return 1 if self._config.pipeline is None else self._config.pipeline.num_positions

@@ -36,7 +36,7 @@ BOOST_FILES = {
     LowLevelZeroPlugin: 22,
     GeminiPlugin: 28,
     TorchFSDPPlugin: 25,
-    HybridParallelPlugin: 28,
+    HybridParallelPlugin: 27,
 }
 GEMINI_BACKWARD_FILES = 17
 
