@@ -262,9 +262,10 @@ class HybridConfig(ShardedConfig):
             raise ConfigError(
                 f"tp_depth={self.tp_depth!r} is not a number of squares of ranks: give a positive integer, or None"
             )
-        if self.tp_mode == "1d" and self.tp_depth is not None:
+        if self.tp_mode != "2.5d" and self.tp_depth is not None:
             raise ConfigError(
-                f"tp_depth={self.tp_depth} has no meaning with tp_mode='1d': leave it out, or use tp_mode='2.5d'"
+                f"tp_depth={self.tp_depth} has no meaning with tp_mode={self.tp_mode!r}: leave it out, or use"
+                " tp_mode='2.5d'"
             )
         if self.tensor_grid is None:
             return
@@ -337,6 +338,11 @@ class HybridConfig(ShardedConfig):
             raise ConfigError(
                 f"plan={plan!r} is not a tensor-parallel plan: give a dict of module names to styles, such as"
                 " {'layers.*.mlp.up_proj': 'colwise', 'layers.*.mlp.down_proj': 'rowwise'}, or leave it out"
+            )
+        if plan is not None and not plan and self.tp_size > 1:
+            raise ConfigError(
+                f"plan={{}} divides no module over tp_size={self.tp_size}: name modules, or leave plan out, and one is"
+                " found"
             )
 
     def _check_gradients(self) -> None:
