@@ -144,9 +144,6 @@ def _fp32_gradient(pair: _MasterPair) -> torch.Tensor | None:
     return pair.grad.copy_(source)
 
 
-BATCH_NORMS = _BatchNorm  # includes the synchronized batch norms of plugins
-
-
 OriginalWeights: TypeAlias = dict[nn.Parameter, torch.Tensor]
 """Full fp32 values of parameters from before they were cast."""
 
@@ -157,7 +154,7 @@ def attach_masters(model: ModelWrapper, optimizer: OptimizerWrapper, originals: 
     Args:
         model: Boosted model.
         optimizer: Boosted optimizer.
-        originals: Result of `Fp16Weights.cast`.
+        originals: Result of `cast_weights`.
 
     Raises:
         ConfigError: `originals` is None: master weights would begin at rounded values.
@@ -176,48 +173,31 @@ def attach_masters(model: ModelWrapper, optimizer: OptimizerWrapper, originals: 
     model.register_master_slices(lambda: masters.slices(model))
 
 
-class Fp16Weights:
-    """Cast of models to low precision.
+def cast_weights(
+    model: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: bool = False, keep_originals: bool = True
+) -> OriginalWeights:
+    """Cast all floating-point parameters and buffers of a model in place; Parameter objects are kept.
 
     Args:
-        dtype: Dtype of floating-point parameters and buffers after the cast, or None for no cast.
+        model: User's model.
+        dtype: Dtype after the cast.
         keep_batchnorm_fp32: If True, parameters and statistics of batch norms are not cast.
-        keep_originals: If True, `cast` returns the values before the cast.
+        keep_originals: If True, return the values before the cast, else nothing.
     """
-
-    def __init__(
-        self, dtype: torch.dtype | None, *, keep_batchnorm_fp32: bool = False, keep_originals: bool = True
-    ) -> None:
-        self.dtype = dtype
-        self._keep_batchnorm_fp32 = keep_batchnorm_fp32
-        self._keep_originals = keep_originals
-
-    def cast(self, model: nn.Module) -> OriginalWeights:
-        """Cast all floating-point parameters and buffers of the model in place; Parameter objects are kept.
-
-        Args:
-            model: User's model.
-
-        Returns:
-            The values before the cast, if they are kept.
-        """
-        originals: OriginalWeights = {}
-        if self.dtype is None:
-            return originals
-        materialize(model)  # lazily initialized tensors have no values to cast
-        for module in model.modules():
-            if self._keep_batchnorm_fp32 and isinstance(module, BATCH_NORMS):
-                continue
-            for parameter in module.parameters(recurse=False):
-                is_cast = parameter.is_floating_point() and parameter.dtype != self.dtype
-                if self._keep_originals and is_cast:
-                    originals[parameter] = parameter.detach().to(torch.float32)
-                _cast_in_place(parameter, self.dtype)
-            for buffer in module.buffers(recurse=False):
-                _cast_in_place(buffer, self.dtype)
-            if isinstance(module, nn.RNNBase):
-                module.flatten_parameters()  # cuDNN needs contiguous weights, which the cast has separated
-        return originals
+    originals: OriginalWeights = {}
+    materialize(model)  # lazily initialized tensors have no values to cast
+    for module in model.modules():
+        if keep_batchnorm_fp32 and isinstance(module, _BatchNorm):  # includes the synchronized ones of plugins
+            continue
+        for parameter in module.parameters(recurse=False):
+            if keep_originals and parameter.is_floating_point() and parameter.dtype != dtype:
+                originals[parameter] = parameter.detach().to(torch.float32)
+            _cast_in_place(parameter, dtype)
+        for buffer in module.buffers(recurse=False):
+            _cast_in_place(buffer, dtype)
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()  # cuDNN needs contiguous weights, which the cast has separated
+    return originals
 
 
 def _cast_in_place(tensor: torch.Tensor, dtype: torch.dtype) -> None:
@@ -287,7 +267,6 @@ class FP16NaiveMixedPrecision(MixedPrecision):
         )
         self._loss_scale.check()
         self._report = log_rank_zero if verbose else None
-        self._weights = Fp16Weights(torch.float16)
         self._counts_zeros = log_num_zeros_in_grad
         self.num_zeros_in_grad: int | None = None
 
@@ -313,7 +292,7 @@ class FP16NaiveMixedPrecision(MixedPrecision):
         Args:
             model: User's model; its Parameter objects are kept.
         """
-        return self._weights.cast(model)
+        return cast_weights(model, torch.float16)
 
     def configure(
         self,

@@ -99,27 +99,30 @@ class AdamBase(DeprecatedOverrides, Optimizer):
         eps: Term added to the denominator.
         weight_decay: Weight decay.
         adamw_mode: If True, AdamW's decoupled weight decay; if False, Adam's L2 term in the gradient.
-        offload: Fraction and directory of states on disk.
+        nvme_offload_fraction: Fraction of the CPU parameters' states on disk; see `CPUAdam`.
+        nvme_offload_dir: Directory of the state files; see `CPUAdam`.
 
     Raises:
-        ConfigError: A hyperparameter or a parameter is invalid.
+        ConfigError: An argument is invalid.
     """
 
     # torch.amp.GradScaler then passes grad_scale and found_inf to `step` instead of unscaling the gradients.
     _step_supports_amp_scaling = True
 
+    @takes_foreign(model_params="params")
     def __init__(
         self,
         params: Any,
-        *,
-        lr: float | Tensor,
-        bias_correction: bool,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-        adamw_mode: bool,
-        offload: OffloadSettings,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        adamw_mode: bool = True,
+        nvme_offload_fraction: float = 0.0,
+        nvme_offload_dir: str | os.PathLike[str] | None = None,
     ) -> None:
+        offload = OffloadSettings.from_arguments(nvme_offload_fraction, nvme_offload_dir)
         for name, value in (("bias_correction", bias_correction), ("adamw_mode", adamw_mode)):
             check_flag(name, value, advice=_KEYWORD_ADVICE)
         defaults: dict[str, Any] = {
@@ -410,61 +413,15 @@ class FusedAdam(AdamBase):
         adamw_mode: bool = True,
         weight_decay: float = 0.0,
     ) -> None:
-        super().__init__(
-            params,
-            lr=lr,
-            bias_correction=bias_correction,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            adamw_mode=adamw_mode,
-            offload=OffloadSettings(),
-        )
+        super().__init__(params, lr, bias_correction, betas, eps, weight_decay, adamw_mode)
 
 
 class HybridAdam(AdamBase):
     """Adam and AdamW on each parameter's device: `CPUAdam`'s kernel on the CPU, torch's fused kernel elsewhere.
 
-    Accelerators run concurrently with the CPU. Their states have their parameter's dtype.
-
-    Args:
-        params: Tensors, or param groups.
-        lr: Learning rate.
-        bias_correction: If True, the moments are corrected for their initialization to zero.
-        betas: Decay rates of the moments.
-        eps: Term added to the denominator.
-        weight_decay: Weight decay.
-        adamw_mode: If True, AdamW's decoupled weight decay; if False, Adam's L2 term in the gradient.
-        nvme_offload_fraction: Fraction of the CPU parameters' states on disk; see `CPUAdam`.
-        nvme_offload_dir: Directory of the state files; see `CPUAdam`.
-
-    Raises:
-        ConfigError: An argument is invalid.
+    Accelerators run concurrently with the CPU. Their states have their parameter's dtype. Arguments and errors are
+    those of `CPUAdam`, for parameters on any device.
     """
-
-    @takes_foreign(model_params="params")
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0,
-        adamw_mode: bool = True,
-        nvme_offload_fraction: float = 0.0,
-        nvme_offload_dir: str | os.PathLike[str] | None = None,
-    ) -> None:
-        super().__init__(
-            params,
-            lr=lr,
-            bias_correction=bias_correction,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            adamw_mode=adamw_mode,
-            offload=OffloadSettings.from_arguments(nvme_offload_fraction, nvme_offload_dir),
-        )
 
 
 class CPUAdam(HybridAdam):
