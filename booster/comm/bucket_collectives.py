@@ -74,14 +74,14 @@ class ReduceScatter:
         self._wait(output.detach(), accumulate)
 
 
-class AllGather:
-    """All-gather in flight, started by `start_all_gather`."""
+class _InFlight:
+    """Collective in flight."""
 
-    def __init__(self, wait: Callable[[], None] | None = None) -> None:
+    def __init__(self, wait: Callable[[], object] | None = None) -> None:
         self._wait = wait
 
     def wait(self) -> None:
-        """Wait until all shards are in the buffer, and the local one may be changed.
+        """Wait until the result is in the tensor, which may be changed then.
 
         Raises:
             RankFailedError: A rank is lost or too late; the message names it.
@@ -89,6 +89,14 @@ class AllGather:
         if self._wait is not None:
             self._wait()
             self._wait = None  # frees the messages
+
+
+class AllGather(_InFlight):
+    """All-gather in flight, started by `start_all_gather`."""
+
+
+class AllReduce(_InFlight):
+    """All-reduce in flight, started by `start_all_reduce`."""
 
 
 def start_reduce_scatter(
@@ -301,23 +309,6 @@ def _sum_directly(target: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
     torch.add(first, rest[0], out=target)
     for term in rest[1:]:
         target.add_(term)
-
-
-class AllReduce:
-    """All-reduce in flight, started by `start_all_reduce`."""
-
-    def __init__(self, wait: Callable[[], object] | None = None) -> None:
-        self._wait = wait
-
-    def wait(self) -> None:
-        """Wait until the tensor holds the sum.
-
-        Raises:
-            RankFailedError: A rank is lost or too late; the message names it.
-        """
-        if self._wait is not None:
-            self._wait()
-            self._wait = None
 
 
 def start_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> AllReduce:

@@ -44,10 +44,14 @@ class CommunicationCount:
     sent: Counter[str] = field(default_factory=Counter)
     received: Counter[str] = field(default_factory=Counter)
 
+    def on_start(self, operation: CollectiveOp, sent: int, received: int) -> None:
+        with _observers_lock:
+            self.calls[operation.name] += 1
+            self.sent[operation.name] += sent
+            self.received[operation.name] += received
 
-# An immutable tuple, replaced as a whole: other threads read the old one or the new one.
-_attached: tuple[CommunicationCount, ...] = ()
-_counter_lock = threading.Lock()
+    def on_end(self, operation: CollectiveOp) -> None:
+        pass
 
 
 @contextmanager
@@ -56,26 +60,17 @@ def count_communication() -> Iterator[CommunicationCount]:
 
     Blocks may be nested; each counts everything inside of it. No communication.
     """
-    global _attached
     count = CommunicationCount()
-    with _counter_lock:
-        _attached = (*_attached, count)
-    try:
+    with observe_communication(count):
         yield count
-    finally:
-        with _counter_lock:
-            _attached = tuple(other for other in _attached if other is not count)
 
 
-def record(name: str, *, calls: int = 1, sent: int = 0, received: int = 0) -> None:
-    """Add to all active counts."""
-    if not _attached:
-        return
-    with _counter_lock:
-        for count in _attached:
-            count.calls[name] += calls
-            count.sent[name] += sent
-            count.received[name] += received
+def record_received(num_bytes: int) -> None:
+    """Count the bytes of a message that is being received, whose size was unknown at its start."""
+    for observer in _observers:
+        if isinstance(observer, CommunicationCount):
+            with _observers_lock:
+                observer.received["receive"] += num_bytes
 
 
 class CommunicationObserver(Protocol):
@@ -88,19 +83,21 @@ class CommunicationObserver(Protocol):
         """This rank has waited for the operation, or has run it itself."""
 
 
-_observers: tuple[CommunicationObserver, ...] = ()  # replaced as a whole, as `_attached` is
+# An immutable tuple, replaced as a whole: other threads read the old one or the new one.
+_observers: tuple[CommunicationObserver, ...] = ()
+_observers_lock = threading.Lock()
 
 
 @contextmanager
 def observe_communication(observer: CommunicationObserver) -> Iterator[None]:
     """Notify the observer of the start and the end of each operation in the block. No communication."""
     global _observers
-    with _counter_lock:
+    with _observers_lock:
         _observers = (*_observers, observer)
     try:
         yield
     finally:
-        with _counter_lock:
+        with _observers_lock:
             _observers = tuple(other for other in _observers if other is not observer)
 
 
@@ -264,7 +261,7 @@ def start_op(
         name: Name of the operation, one of `fault_injection.OPERATIONS`.
         group: Process group, None for the world.
         sent: Bytes that this rank sends.
-        received: Bytes that it receives; those of a message of unknown size are recorded when it is known.
+        received: Bytes that it receives; of a message of unknown size by `record_received` when it is known.
         peer: Global rank of the other end of a message, None for collectives.
 
     Raises:
@@ -272,7 +269,6 @@ def start_op(
     """
     check_not_released(group)
     maybe_inject_fault(name)
-    record(name, sent=sent, received=received)
     with _numbers_lock:
         numbers = _numbers.setdefault(group or _get_default_group(), Counter())
         numbers[name, peer] += 1

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from booster.errors import ConfigError
 
-from .collective_op import CollectiveOp, record, start_op
+from .collective_op import CollectiveOp, record_received, start_op
 from .collectives import collective_device, global_rank_of, group_rank, group_size, tensor_of_bytes
 from .fake import fake_headers, is_fake_world
 
@@ -49,18 +49,18 @@ def receive(tensor: torch.Tensor, sender: int, group: dist.ProcessGroup) -> None
 
 
 @dataclass(slots=True, eq=False)
-class TensorSend:
-    """Send in flight, started by `start_send_tensor`."""
+class InFlight:
+    """Messages of one operation in flight, such as the send that `start_send_tensor` started."""
 
     _operation: CollectiveOp
     _works: Sequence[dist.Work]
-    _buffers: Sequence[torch.Tensor]  # must live until they are sent
+    _buffers: Sequence[torch.Tensor]  # must live until they are sent or received
 
     def wait(self) -> None:
-        """Wait until the receiver has the tensor, and it may be changed.
+        """Wait until the receiver has what is sent, and it may be changed.
 
         Raises:
-            RankFailedError: The receiver is lost or too late.
+            RankFailedError: The other rank is lost or too late.
         """
         for work in self._works:
             self._operation.wait(work)
@@ -88,7 +88,7 @@ class TensorReceive:
             operation.wait(self._work)
             dtype, num_dims, *shape = self._header.tolist()
             tensor = torch.empty(shape[:num_dims], dtype=_DTYPES[dtype], device=self._header.device)
-            record("receive", calls=0, received=tensor.nbytes)
+            record_received(tensor.nbytes)
             if tensor.numel():
                 as_bytes = tensor.view(-1).view(torch.uint8)
                 operation.wait(operation.receive_from(as_bytes, self._sender, operation.tag))
@@ -113,7 +113,7 @@ def receive_tensor(sender: int, group: dist.ProcessGroup | None = None) -> torch
     return start_receive_tensor(sender, group).wait()
 
 
-def start_send_tensor(tensor: torch.Tensor, receiver: int, group: dist.ProcessGroup | None = None) -> TensorSend:
+def start_send_tensor(tensor: torch.Tensor, receiver: int, group: dist.ProcessGroup | None = None) -> InFlight:
     """Start sending a tensor of any dtype and up to 16 dimensions; it must not be changed until `wait` returns.
 
     Args:
@@ -133,7 +133,7 @@ def start_send_tensor(tensor: torch.Tensor, receiver: int, group: dist.ProcessGr
     if tensor.numel():
         buffers.append(_payload(tensor, device))
         works.append(operation.send_to(buffers[1], receiver, operation.tag))
-    return TensorSend(operation, works, buffers)
+    return InFlight(operation, works, buffers)
 
 
 def start_receive_tensor(sender: int, group: dist.ProcessGroup | None = None) -> TensorReceive:
@@ -198,25 +198,10 @@ class TensorMeta:
 
 
 @dataclass(frozen=True, slots=True)
-class _TensorInFlight:
-    """Tensor in flight; `tensor` must live until the wait returns."""
-
-    operation: CollectiveOp
-    work: dist.Work
-    tensor: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _SentMessage:
-    tensors: Sequence[_TensorInFlight]
-    header: TensorSend | None
-
-
-@dataclass(frozen=True, slots=True)
 class _ReceivedMessage:
     header: bytes | None
     tensors: list[torch.Tensor]
-    works: Sequence[_TensorInFlight]
+    in_flight: Sequence[InFlight]
 
 
 class SendChannel:
@@ -236,12 +221,7 @@ class SendChannel:
         self._group = group
         if is_fake_world():
             fake_headers.open(group_rank(), global_rank_of(receiver, group))
-        self._messages: deque[_SentMessage] = deque()
-
-    @property
-    def num_in_flight(self) -> int:
-        """Number of messages in flight."""
-        return len(self._messages)
+        self._messages: deque[list[InFlight]] = deque()
 
     def send(self, tensors: Sequence[torch.Tensor], header: bytes | None = None) -> None:
         """Start sending a message; its tensors must not be changed until `wait` or `finish` has waited for it.
@@ -262,18 +242,18 @@ class SendChannel:
                     " one"
                 )
         payloads = [_payload(tensor, device) for tensor in tensors]
-        ahead = None
+        started = []
         if header is not None and is_fake_world():
             fake_headers.send(group_rank(), global_rank_of(self._receiver, self._group), header)
         elif header is not None:
-            ahead = start_send_tensor(tensor_of_bytes(header), self._receiver, self._group)
-        peer, started = global_rank_of(self._receiver, self._group), []
+            started.append(start_send_tensor(tensor_of_bytes(header), self._receiver, self._group))
+        peer = global_rank_of(self._receiver, self._group)
         for payload in payloads:
             if payload.numel():
                 operation = start_op("send", self._group, sent=payload.nbytes, peer=peer)
                 work = operation.send_to(payload, self._receiver, operation.tag)
-                started.append(_TensorInFlight(operation, work, payload))
-        self._messages.append(_SentMessage(started, ahead))
+                started.append(InFlight(operation, [work], [payload]))
+        self._messages.append(started)
 
     def wait(self) -> None:
         """Wait for all messages.
@@ -290,11 +270,8 @@ class SendChannel:
             RankFailedError: The receiver is lost or too late.
         """
         for _ in range(min(count, len(self._messages))):
-            message = self._messages[0]  # kept if the wait fails: gloo may still read its tensors
-            if message.header is not None:
-                message.header.wait()
-            for one in message.tensors:
-                one.operation.wait(one.work)
+            for one in self._messages[0]:  # kept if the wait fails: gloo may still read its tensors
+                one.wait()
             self._messages.popleft()
 
 
@@ -386,8 +363,8 @@ class RecvChannel:
         message = self._messages[index]
         if message is None:
             raise AssertionError(f"rank {dist.get_rank()} takes message {index} for the second time")
-        for one in message.works:
-            one.operation.wait(one.work)
+        for one in message.in_flight:
+            one.wait()
         self._messages[index] = None
         return message.header, message.tensors
 
@@ -400,12 +377,10 @@ class RecvChannel:
     def _start(self, header: bytes | None, specs: Sequence[TensorMeta]) -> _ReceivedMessage:
         device, peer = collective_device(self._group), global_rank_of(self._sender, self._group)
         tensors = [torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in specs]
-        works = []
+        in_flight = []
         for tensor in tensors:
             if tensor.numel():
                 operation = start_op("receive", self._group, received=tensor.nbytes, peer=peer)
-                as_bytes = tensor.view(-1).view(torch.uint8)
-                works.append(
-                    _TensorInFlight(operation, operation.receive_from(as_bytes, self._sender, operation.tag), tensor)
-                )
-        return _ReceivedMessage(header, tensors, works)
+                work = operation.receive_from(tensor.view(-1).view(torch.uint8), self._sender, operation.tag)
+                in_flight.append(InFlight(operation, [work], [tensor]))
+        return _ReceivedMessage(header, tensors, in_flight)

@@ -24,7 +24,7 @@ from booster.comm import check_same_across_ranks
 from booster.errors import ConfigError
 from booster.rng_state import preserved_rng
 
-from .sampler import BatchPosition, DistributedBatchSampler, check_data_parallel
+from .sampler import BatchPosition, DistributedBatchSampler, EpochSampler, check_data_parallel
 from .worker_seeding import SampleBatch, derive_seed, seed_worker
 
 # Note [User samplers]
@@ -257,7 +257,7 @@ class UserOrderSampler(DistributedBatchSampler):
             self.num_samples = len(self._epochs.drawn(settings["epoch"]))
 
 
-class UserBatchSampler(Sampler[list[int]]):
+class UserBatchSampler(EpochSampler, Sampler[list[int]]):
     """Batches of a user's batch sampler, dealt out to the ranks in turn; see Note [User samplers].
 
     Of the next `dp_size` batches rank r reads the r-th. A position counts the batches of all ranks, so it is valid for
@@ -281,13 +281,12 @@ class UserBatchSampler(Sampler[list[int]]):
         check_data_parallel(dp_rank, dp_size, 1)
         self.dp_rank = dp_rank
         self.dp_size = dp_size
+        self.seed = order.seed
         self.drop_last = drop_last
         self._epochs = _DrawnEpochs(order, dataset_length)
         self._num_global = order.length
         self._batches: list[list[int]] = []
         self._starts = [0]  # of each batch in the epoch's numbering of samples
-        self._epoch = 0
-        self._position = 0
         if self.num_batches() == 0:
             raise ConfigError(
                 f"{order.name} leaves no batch: {order.length} batches on {dp_size} ranks, drop_last={drop_last}; pass"
@@ -298,8 +297,7 @@ class UserBatchSampler(Sampler[list[int]]):
         """Draw this epoch's batches, and start the next `iter()` after the first `position` of them. Collective."""
         self._epochs.check_same_order(epoch)
         self._use(epoch)
-        self._epoch = epoch
-        self._position = position
+        super().start_at(epoch, position)
 
     def _use(self, epoch: int) -> None:
         self._batches = self._epochs.drawn(epoch)
@@ -328,20 +326,16 @@ class UserBatchSampler(Sampler[list[int]]):
         return self.num_batches()
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._batches_from(self._epoch, self._position, self._batches, self._starts)
+        return self._batches_from(*self.start, self._batches, self._starts)
 
     def _batches_from(
         self, epoch: int, position: int, batches: list[list[int]], starts: list[int]
     ) -> Iterator[SampleBatch]:
-        stream = f"{self._epochs.order.seed}/{epoch}"
+        stream = f"{self.seed}/{epoch}"
         for number in range(self.num_batches(position)):
             index = position + number * self.dp_size + self.dp_rank
             repeats, place = divmod(index, len(batches))
             yield SampleBatch(batches[place], stream=stream, start=starts[place] + repeats * starts[-1])
-
-    def stream_seed(self, epoch: int) -> int:
-        """Return a seed for this epoch and rank, for what workers draw before their first sample."""
-        return derive_seed("workers", self._epochs.order.seed, epoch, self.dp_rank)
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that determine the remaining batches; independent of dp_size."""
@@ -350,6 +344,7 @@ class UserBatchSampler(Sampler[list[int]]):
     def resume_from(self, settings: Mapping[str, Any], position: int) -> None:
         """Use the described seed; raise ConfigError if the remaining batches would differ."""
         self._epochs.resume_from(settings, position)
+        self.seed = self._epochs.order.seed
         if position:
             self._use(settings["epoch"])
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from textwrap import shorten
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -23,7 +25,6 @@ from .heartbeat import (
     heartbeat_interval,
     heartbeat_interval_text,
     progress_from_json,
-    progress_to_json,
     read_heartbeats,
 )
 from .progress import SAVE_PHASES, Progress, current_progress
@@ -120,6 +121,7 @@ _PAUSE_SECONDS = 0.02
 _HEARTBEAT_INTERVALS = 2.5  # a live process writes another heartbeat in this time
 _MAX_LISTED = 10  # ranks in a message
 _MAX_FAILURES = 3  # in a message
+_MAX_REASON = 400  # characters of a rank's report of its failure
 _FAILURES_KEY = "failures"
 _LEFT_KEY = "left"
 _names: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
@@ -172,7 +174,7 @@ class FailureDiagnosis:
             seconds: Time to wait for reports of other ranks.
             ended: Global ranks that are known to have ended; if there are any, nothing is waited for.
         """
-        report = {**asdict(self._collective), "where": progress_to_json(self._progress)}
+        report = {"collective": str(self._collective), "progress": asdict(self._progress)}
         self._store.set(f"at/{self._rank}", json.dumps(report))
         if not ended:
             self._first_heartbeats = read_heartbeats(self._unreported())
@@ -223,23 +225,16 @@ class FailureDiagnosis:
 
     def _format_positions(self) -> str:
         """Return the operation and progress of each rank that reported, as text."""
-        reports = self._reports()
-        known = [
-            f"rank {rank} is at {collective}{format_phase(progress)}"
-            for rank, (collective, progress) in reports.items()
-        ]
+        reports = self._reports().items()
+        known = (f"rank {rank} is at {text}{format_phase(progress)}" for rank, (text, progress) in reports)
         return format_list(known, _MAX_LISTED)
 
-    def _reports(self) -> dict[int, tuple[CollectiveId, Progress]]:
+    def _reports(self) -> dict[int, tuple[str, Progress]]:
+        """Return operation and progress of the ranks that have reported."""
         unreported = self._unreported()
-        reports = {}
-        for rank in [one for one in self._ranks if one not in unreported]:
-            report = json.loads(self._store.get(f"at/{rank}"))
-            reports[rank] = (
-                CollectiveId(report["operation"], report["number"], report["peer"]),
-                progress_from_json(report["where"]),
-            )
-        return reports
+        reported = [rank for rank in self._ranks if rank not in unreported]
+        reports = {rank: json.loads(self._store.get(f"at/{rank}")) for rank in reported}
+        return {rank: (one["collective"], progress_from_json(one["progress"])) for rank, one in reports.items()}
 
 
 def describe_last_heartbeats(ranks: Sequence[int]) -> str:
@@ -335,15 +330,25 @@ def reported_failures() -> list[str]:
     return [f"rank {rank} had failed: {text}" for rank, text in failures]
 
 
-def append_failure(text: str) -> None:
-    """Report the reason of this rank's failure to all ranks."""
-    _store("booster.failures").append(_FAILURES_KEY, json.dumps([dist.get_rank(), text]) + "\n")
+def report_failure(text: str) -> None:
+    """Report this rank's failure: the other ranks' errors about lost ranks will include it.
+
+    Called before `abort_groups`, for a local failure, not for a `RankFailedError`. No communication: it writes into the
+    store. If that is gone, or there is no process group, nothing happens.
+    """
+    if dist.is_initialized():
+        with suppress(RuntimeError):  # the process that serves the store has ended
+            _append(_store("booster.failures"), _FAILURES_KEY, text)
 
 
 def report_group_abort(group: dist.ProcessGroup, reason: str) -> None:
     """Report to the group that this rank has aborted it, and the reason."""
-    store = _group_store(group)
-    store.append(_LEFT_KEY, json.dumps([dist.get_rank(), reason]) + "\n")
+    with suppress(RuntimeError):  # the process that serves the store has ended
+        _append(_group_store(group), _LEFT_KEY, reason)
+
+
+def _append(store: TimeoutStore, key: str, text: str) -> None:
+    store.append(key, json.dumps([dist.get_rank(), shorten(text, _MAX_REASON, placeholder=" ...")]) + "\n")
 
 
 def name_group(group: dist.ProcessGroup, name: str) -> None:

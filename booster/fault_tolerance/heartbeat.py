@@ -168,16 +168,11 @@ def acknowledged_ranks() -> set[int]:
 
 def ended_processes(heartbeats: Mapping[int, Heartbeat]) -> list[int]:
     """Return the ranks of this host whose processes have ended."""
-    return [rank for rank, heartbeat in heartbeats.items() if heartbeat.host_id == _host_id() and _is_gone(heartbeat)]
-
-
-def progress_to_json(progress: Progress) -> dict[str, Any]:
-    """Return progress as JSON values."""
-    return asdict(progress)
+    return [rank for rank, heartbeat in heartbeats.items() if heartbeat.host_id == host_id() and _is_gone(heartbeat)]
 
 
 def progress_from_json(fields: Mapping[str, Any]) -> Progress:
-    """Inverse of `progress_to_json`."""
+    """Return the progress of which `asdict` gave these JSON values."""
     values = {**fields, "phases": tuple(fields["phases"])}
     for name in ("operation", "last_operation"):
         if values[name] is not None:
@@ -204,7 +199,7 @@ class _HeartbeatThread:
         self._identity = {
             "host": socket.gethostname(),
             "process_id": self._process_id,
-            "host_id": _host_id(),
+            "host_id": host_id(),
             "started_at": psutil.Process().create_time(),
         }
         self._sequence = 0
@@ -282,7 +277,7 @@ class _HeartbeatThread:
         """Return what is known of the ranks that this rank would wait for in vain, as text."""
         if self._local_ranks is None and self._store.check([str(rank) for rank in range(self._size)]):
             known = self._read_heartbeats()
-            self._local_ranks = {rank: one for rank, one in known.items() if one.host_id == _host_id()}
+            self._local_ranks = {rank: one for rank, one in known.items() if one.host_id == host_id()}
         local = self._local_ranks or {}
         lost = {
             rank: f"rank {rank}'s process {local[rank].process_id} has ended without a report (was it killed?)"
@@ -324,14 +319,9 @@ class _HeartbeatThread:
 
     def _write(self, state: str) -> None:
         self._sequence += 1
-        progress = progress_to_json(self._progress())
-        heartbeat = {
-            "sequence": self._sequence,
-            "time": time.time(),
-            "state": state,
-            "progress": progress,
-            **self._identity,
-        }
+        progress = asdict(self._progress())
+        heartbeat = {"sequence": self._sequence, "time": time.time(), "state": state, "progress": progress}
+        heartbeat |= self._identity
         self._store.set(str(self._rank), json.dumps(heartbeat))
 
 
@@ -378,7 +368,7 @@ def _heartbeat_from(text: bytes) -> Heartbeat:
 
 
 @cache
-def _host_id() -> str:
+def host_id() -> str:
     """Return an identifier that processes share only if they see each other's process ids."""
     try:
         namespace = os.stat("/proc/self/ns/pid")

@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import _get_default_group
 from booster.comm import group_rank, group_size, is_initialized
 from booster.comm.store_barrier import RankStore
 from booster.errors import format_ranks
-from booster.fault_tolerance.heartbeat import progress_from_json, progress_to_json
+from booster.fault_tolerance.heartbeat import progress_from_json
 from booster.fault_tolerance.progress import CollectiveInfo, Progress, current_progress
 from booster.fault_tolerance.threads import join_at_exit
 
@@ -57,7 +57,7 @@ class RankStatus:
 
 def status_to_json(status: RankStatus) -> str:
     """Serialize a status for `status_from_json`."""
-    return json.dumps({**asdict(status), "progress": progress_to_json(status.progress)})
+    return json.dumps(asdict(status))
 
 
 def status_from_json(text: str) -> RankStatus:
