@@ -14,7 +14,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from booster.pytree import iter_tensors
 
 from .activation_chain import Item, Items, stages_of
-from .activation_offload import ActivationOffload, Kept, Packed
+from .activation_offload import ActivationOffload, Packed, keep
 
 # Note [Segments]
 # The model's own forward calls the layers of a segment. Each runs as always, but a hook replaces every tensor that it
@@ -159,12 +159,13 @@ class SegmentForward:
 
     def _pack(self, tensor: torch.Tensor) -> tuple[Packed, bool]:
         packed = self._offload.pack(tensor) if self._offload is not None and tensor.requires_grad else None
-        return packed or Kept(tensor), tensor.requires_grad
+        return packed or keep(tensor), tensor.requires_grad
 
     def _replay(self, source: _Source) -> None:
         value = source.value
         with torch.enable_grad(), ExitStack() as stack:
-            stack.enter_context(_forked_rng(self._calls[source.first].state))
+            state = self._calls[source.first].state
+            stack.enter_context(torch.random.fork_rng(devices=state.devices, device_type=state.device_type))
             for item in source.items:
                 stages = stages_of((item,))
                 is_last = stages[-1] == stages_of(source.items)[-1]
@@ -212,7 +213,7 @@ class SegmentForward:
             for position, kept in enumerate(self._inputs):
                 if kept is not None:
                     packed, requires_grad = kept
-                    args[position] = packed.unpack().detach().requires_grad_(requires_grad)
+                    args[position] = packed().detach().requires_grad_(requires_grad)
         with call.state.restored():
             return first_tensor(call.function(*args))
 
@@ -249,12 +250,6 @@ class _CallState:
             for device_type, enabled, dtype, has_cache in self._autocasts:
                 stack.enter_context(torch.autocast(device_type, enabled=enabled, dtype=dtype, cache_enabled=has_cache))
             yield
-
-
-@contextmanager
-def _forked_rng(state: _CallState) -> Iterator[None]:
-    with torch.random.fork_rng(devices=state.devices, device_type=state.device_type):
-        yield
 
 
 def first_tensor(output: Any) -> torch.Tensor | None:

@@ -1,37 +1,38 @@
-"""Protocols of mixed precision, as the wrappers of model and optimizer use it."""
+"""Mixed precision, as the wrappers of model and optimizer use it."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 
-class Precision(Protocol):
-    """Dtypes of a model's forward; implemented by `booster.interface.MixedPrecision`."""
+class Precision(ABC):
+    """Dtypes of a model's forward; the base of `booster.interface.MixedPrecision`."""
 
     @property
+    @abstractmethod
     def compute_dtype(self) -> torch.dtype | None:
         """Dtype of matrix multiplications, or None for that of the parameters."""
-        ...
 
     def describe(self) -> str:
         """Return a name for summaries and checkpoints."""
-        ...
+        return type(self).__name__
 
     def forward_context(self, device_type: str) -> AbstractContextManager[Any]:
         """Return the context of the model's forward."""
-        ...
+        return nullcontext()
 
     def convert_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the forward's arguments in the model's dtype."""
-        ...
+        """Return the forward's arguments in the model's dtype; unchanged by default."""
+        return args, kwargs
 
     def convert_outputs(self, outputs: Any) -> Any:
-        """Return the forward's outputs in the dtype for the user."""
-        ...
+        """Return the forward's outputs in the dtype for the user; unchanged by default."""
+        return outputs
 
 
 class LossScaler(Protocol):
