@@ -17,7 +17,7 @@ from booster.errors import CheckpointError
 
 from .accumulation import AccumulationState
 from .model_wrapper import ModelWrapper
-from .precision import LossScaler, MasterWeights
+from .precision import Fp32MasterWeights, LossScaler
 from .shard_aware import StateAllocator
 from .shard_spec import ShardSpec, TensorSlice, shard_spec_of
 
@@ -64,7 +64,7 @@ class StatefulOptimizer(Protocol):
     data_parallel_group: dist.ProcessGroup | None
     is_primary: bool
     loss_scaler: LossScaler | None
-    master_weights: MasterWeights | None
+    master_weights: Fp32MasterWeights | None
     num_skipped_steps: int
 
     @property

@@ -90,7 +90,12 @@ def prepare_dataloader(
     if isinstance(dataset, DataLoader):
         flags = {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last, "pin_memory": pin_memory}
         flags |= {"num_workers": num_workers, "distributed_sampler_cls": distributed_sampler_cls, **kwargs}
-        _check_only_a_loader(dataset, flags)
+        given = [name for name, value in flags.items() if value is not None and value is not False and value != 0]
+        if given:
+            raise ConfigError(
+                f"prepare_dataloader({type(dataset).__name__}, {given[0]}=...) is given a loader, which has its own"
+                f" {given[0]}: leave the argument out, or pass loader.dataset"
+            )
         return shard_dataloader(dataset, dp_rank, dp_size, seed)
     _check_arguments(kwargs, shuffle=shuffle, drop_last=drop_last, pin_memory=pin_memory)
     seed = default_seed() if seed is None else check_seed(seed)
@@ -279,15 +284,6 @@ def _create_loader(dataset: Any, **options: Any) -> DataLoader[Any]:
             f"torch's DataLoader rejects these options ({error}): pass a non-negative int as num_workers, and"
             " prefetch_factor, persistent_workers and timeout only with workers"
         ) from error
-
-
-def _check_only_a_loader(loader: DataLoader[Any], arguments: dict[str, Any]) -> None:
-    given = [name for name, value in arguments.items() if value is not None and value is not False and value != 0]
-    if given:
-        raise ConfigError(
-            f"prepare_dataloader({type(loader).__name__}, {given[0]}=...) is given a loader, which has its own"
-            f" {given[0]}: leave the argument out, or pass loader.dataset"
-        )
 
 
 def _check_arguments(options: dict[str, Any], **flags: Any) -> None:
