@@ -99,11 +99,7 @@ def unchanged_on_failure(model: Any) -> Iterator[None]:
 
 
 def refuse_quantization(quantize: Any, bnb_quantization_config: Any) -> None:
-    """Raise if a quantized base is asked for, which transformers loads.
-
-    Raises:
-        ConfigError: An argument is given.
-    """
+    """Raise `ConfigError` if a quantized base is asked for, which transformers loads."""
     if not quantize and bnb_quantization_config is None:
         return
     needs = "" if importlib.util.find_spec("bitsandbytes") else "run `pip install bitsandbytes`, which is missing, and "

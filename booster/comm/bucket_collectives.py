@@ -66,9 +66,6 @@ class ReduceScatter:
         Args:
             output: Tensor of a shard's size, of the payload's dtype or fp32; may be the local shard of the payload.
             accumulate: If True, add to `output`.
-
-        Raises:
-            RankFailedError: A rank is lost or too late; the message names it.
         """
         _check_output(output, self._local_shard)
         self._wait(output.detach(), accumulate)
@@ -81,11 +78,7 @@ class _InFlight:
         self._wait = wait
 
     def wait(self) -> None:
-        """Wait until the result is in the tensor, which may be changed then.
-
-        Raises:
-            RankFailedError: A rank is lost or too late; the message names it.
-        """
+        """Wait until the result is in the tensor, which may be changed then."""
         if self._wait is not None:
             self._wait()
             self._wait = None  # frees the messages

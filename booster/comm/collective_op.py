@@ -1,4 +1,7 @@
-"""One collective or message: tag, byte count, fault injection, readable errors."""
+"""One collective or message: tag, byte count, fault injection, readable errors.
+
+Every wait raises `RankFailedError` if a rank is lost or too late; the message names it.
+"""
 
 from __future__ import annotations
 
@@ -159,21 +162,13 @@ class CollectiveOp:
             return _check_in_group(dist.irecv(tensor, src=peer, group=self.group, tag=tag))
 
     def wait(self, work: dist.Work) -> None:
-        """Wait for one `Work` of the operation, at most for the group's timeout.
-
-        Raises:
-            RankFailedError: A rank is lost or too late; the message names it.
-        """
+        """Wait for one `Work` of the operation, at most for the group's timeout."""
         with self.waiting():
             limit = p2p_timeout(self.group)
             work.wait() if limit is None else work.wait(limit)
 
     def memory_for(self, tensor: torch.Tensor) -> GroupMemory | None:
-        """Return the shared memory for this collective, or None if the group's backend is used.
-
-        Raises:
-            RankFailedError: A rank is lost or too late in the group's choice of a transport.
-        """
+        """Return the shared memory for this collective, or None if the group's backend is used."""
         with self.translate_errors():
             return memory_of(self.group, tensor)
 
@@ -193,9 +188,6 @@ class CollectiveOp:
             by_backend: Implementation for groups without shared memory.
             by_messages: Implementation by point-to-point messages, optional; used for small tensors over gloo, see Note
                 [Small collectives].
-
-        Raises:
-            RankFailedError: A rank is lost or too late; the message names it.
         """
         group_memory = self.memory_for(tensor)
         if group_memory is not None:
@@ -216,24 +208,14 @@ class CollectiveOp:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Context of a wait for other ranks outside of shared memory.
-
-        Pending work through shared memory is run first, see `booster.comm.pending_work`.
-
-        Raises:
-            RankFailedError: A rank is lost or too late; the message names it.
-        """
+        """Context of a wait for other ranks outside of shared memory; runs pending work in it first."""
         flush_pending()
         with self.ending():
             yield
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """Context of the wait that ends the operation, or of the work that this rank does for it.
-
-        Raises:
-            RankFailedError: A rank is lost or too late; the message names it.
-        """
+        """Context of the wait that ends the operation, or of the work that this rank does for it."""
         with self.translate_errors():
             yield
         for observer in _observers:

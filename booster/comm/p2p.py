@@ -1,4 +1,7 @@
-"""Point-to-point messages: into an existing tensor, or with a header of shape and dtype."""
+"""Point-to-point messages: into an existing tensor, or with a header of shape and dtype.
+
+Functions that start or wait for a message raise `RankFailedError` if the other rank is lost or too late.
+"""
 
 from __future__ import annotations
 
@@ -29,21 +32,13 @@ _HEADER_NUMEL = 2 + _MAX_DIMS
 
 
 def send(tensor: torch.Tensor, receiver: int, group: dist.ProcessGroup) -> None:
-    """Send a CPU tensor to a rank of the group, and return when it may be changed.
-
-    Raises:
-        RankFailedError: The receiver is lost or too late.
-    """
+    """Send a CPU tensor to a rank of the group, and return when it may be changed."""
     operation = _begin("send", receiver, group, sent=tensor.nbytes)
     operation.wait(operation.send_to(tensor, receiver, operation.tag))
 
 
 def receive(tensor: torch.Tensor, sender: int, group: dist.ProcessGroup) -> None:
-    """Receive a CPU tensor of equal size that a rank of the group sends by `send`.
-
-    Raises:
-        RankFailedError: The sender is lost or too late.
-    """
+    """Receive a CPU tensor of equal size that a rank of the group sends by `send`."""
     operation = _begin("receive", sender, group, received=tensor.nbytes)
     operation.wait(operation.receive_from(tensor, sender, operation.tag))
 
@@ -57,11 +52,7 @@ class InFlight:
     _buffers: Sequence[torch.Tensor]  # must live until they are sent or received
 
     def wait(self) -> None:
-        """Wait until the receiver has what is sent, and it may be changed.
-
-        Raises:
-            RankFailedError: The other rank is lost or too late.
-        """
+        """Wait until the receiver has what is sent, and it may be changed."""
         for work in self._works:
             self._operation.wait(work)
         self._works, self._buffers = (), ()
@@ -78,11 +69,7 @@ class TensorReceive:
     _tensor: torch.Tensor | None = None
 
     def wait(self) -> torch.Tensor:
-        """Wait for the tensor and return it, contiguous, on the backend's device.
-
-        Raises:
-            RankFailedError: The sender is lost or too late.
-        """
+        """Wait for the tensor and return it, contiguous, on the backend's device."""
         if self._tensor is None:
             operation = self._operation
             operation.wait(self._work)
@@ -105,11 +92,7 @@ def send_tensor(tensor: torch.Tensor, receiver: int, group: dist.ProcessGroup | 
 
 
 def receive_tensor(sender: int, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Return the tensor, of any shape and dtype, that a rank of the group sends by `send_tensor`.
-
-    Raises:
-        RankFailedError: The sender is lost or too late.
-    """
+    """Return the tensor, of any shape and dtype, that a rank of the group sends by `send_tensor`."""
     return start_receive_tensor(sender, group).wait()
 
 
@@ -123,7 +106,6 @@ def start_send_tensor(tensor: torch.Tensor, receiver: int, group: dist.ProcessGr
 
     Raises:
         ConfigError: The tensor is sparse or quantized or has too many dimensions, or the receiver is this rank.
-        RankFailedError: The receiver is lost.
     """
     header = _header_of(tensor)
     operation = _begin("send", receiver, group, sent=tensor.nbytes)
@@ -145,7 +127,6 @@ def start_receive_tensor(sender: int, group: dist.ProcessGroup | None = None) ->
 
     Raises:
         ConfigError: The sender is this rank.
-        RankFailedError: The sender is lost.
     """
     operation = _begin("receive", sender, group)
     header = torch.empty(_HEADER_NUMEL, dtype=torch.int64, device=collective_device(group))
@@ -232,7 +213,6 @@ class SendChannel:
 
         Raises:
             ConfigError: A tensor is not dense.
-            RankFailedError: The receiver is lost.
         """
         device = collective_device(self._group)
         for tensor in tensors:
@@ -256,19 +236,11 @@ class SendChannel:
         self._messages.append(started)
 
     def wait(self) -> None:
-        """Wait for all messages.
-
-        Raises:
-            RankFailedError: The receiver is lost or too late.
-        """
+        """Wait for all messages."""
         self.finish(len(self._messages))
 
     def finish(self, count: int) -> None:
-        """Wait for the `count` oldest messages, which the receiver must have started to receive.
-
-        Raises:
-            RankFailedError: The receiver is lost or too late.
-        """
+        """Wait for the `count` oldest messages, which the receiver must have started to receive."""
         for _ in range(min(count, len(self._messages))):
             for one in self._messages[0]:  # kept if the wait fails: gloo may still read its tensors
                 one.wait()
@@ -320,9 +292,6 @@ class RecvChannel:
 
         Args:
             count: Number of the expected messages, from the first, including those started already.
-
-        Raises:
-            RankFailedError: The sender is lost.
         """
         while len(self._messages) < min(count, len(self._descriptions)):
             specs = self._descriptions[len(self._messages)]()
@@ -336,11 +305,7 @@ class RecvChannel:
         return len(self._messages)
 
     def start(self, index: int) -> None:
-        """Start receiving the messages up to this index; wait for headers of unknown shapes.
-
-        Raises:
-            RankFailedError: The sender is lost or too late.
-        """
+        """Start receiving the messages up to this index; wait for headers of unknown shapes."""
         while len(self._messages) <= index:
             self.post_recvs(index + 1)
             if len(self._messages) <= index:
@@ -355,9 +320,6 @@ class RecvChannel:
 
         Returns:
             The header, if it has one, and contiguous tensors on the backend's device.
-
-        Raises:
-            RankFailedError: The sender is lost or too late.
         """
         self.start(index)
         message = self._messages[index]

@@ -66,11 +66,7 @@ class AccumulationCounters:
 
     @classmethod
     def from_plain(cls, plain: Any) -> AccumulationCounters:
-        """Return the counters of a result of `to_plain`.
-
-        Raises:
-            CheckpointError: The values are malformed.
-        """
+        """Return the counters of a result of `to_plain`; raise `CheckpointError` if the values are malformed."""
         names = [field.name for field in fields(cls)]
         given = {"data_rank": None, **plain} if isinstance(plain, dict) else {}  # older files have no data_rank
         if _STORED_NUM_MICROBATCHES in given:

@@ -48,11 +48,7 @@ class _Handle:
         self.tensor: torch.Tensor | None = None
 
     def fill(self, tensor: torch.Tensor) -> None:
-        """Set the tensor.
-
-        Raises:
-            RuntimeError: The replay differs from the forward.
-        """
+        """Set the tensor; raise `RuntimeError` if the replay differs from the forward."""
         if _metadata(tensor) != self._metadata:
             raise RuntimeError(
                 f"a recomputed layer saved a tensor of {_metadata(tensor)} in place of {self._metadata}: its forward"

@@ -200,11 +200,7 @@ class OptimizerState:
         return [_as_stored(part, specs[part.name]) for part in self.slices() if part.name in specs]
 
     def _check_is_storable(self) -> None:
-        """Check that the optimizer keeps nothing outside of its groups and the states of its parameters.
-
-        Raises:
-            CheckpointError: It does, and a load would lose it.
-        """
+        """Raise `CheckpointError` if the optimizer keeps what a load would lose: beside groups and states."""
         optimizer = self.optimizer.optim
         others = [repr(key) for key in optimizer.state if not isinstance(key, torch.Tensor)]
         is_plain = type(optimizer).state_dict is Optimizer.state_dict or self._allocator is not None

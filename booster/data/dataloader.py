@@ -31,12 +31,7 @@ from .worker_seeding import SeededDataset, WorkerInit
 def decode_state(
     state: Mapping[str, Any], expected: set[str], *, has_generator: bool
 ) -> tuple[Mapping[str, Any], torch.Tensor | None]:
-    """Validate a loader state; return it and the generator's state in it.
-
-    Raises:
-        ConfigError: Entries are missing, a position is not a non-negative int, or only one of state and loader has a
-            generator.
-    """
+    """Return a loader state and the generator's state in it; raise `ConfigError` if it is not one of such a loader."""
     missing = sorted(expected - set(state))
     if missing:
         raise ConfigError(

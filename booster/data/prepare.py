@@ -124,11 +124,7 @@ def prepare_dataloader(
 
 
 def check_can_shard(loader: DataLoader[Any], dp_rank: int, dp_size: int) -> None:
-    """Verify that a torch loader is sharded for this rank, or can be. No communication.
-
-    Raises:
-        ConfigError: The loader is sharded for other ranks, cannot be sharded, or has no batch.
-    """
+    """Raise `ConfigError` unless a torch loader is sharded for this rank, or can be and has a batch."""
     sharded_for = _sharded_for(loader)
     if sharded_for is not None:
         if sharded_for != (dp_rank, dp_size):

@@ -227,11 +227,7 @@ class DistributedBatchSampler(EpochSampler, Sampler[list[int]]):
         return {"seed": self.seed, "num_samples": self.num_samples, "shuffle": self.shuffle}
 
     def resume_from(self, settings: Mapping[str, Any], position: int) -> None:
-        """Use the described seed.
-
-        Raises:
-            ConfigError: The dataset's length or `shuffle` differs.
-        """
+        """Use the described seed; raise `ConfigError` if the dataset's length or `shuffle` differs."""
         for key in ("num_samples", "shuffle"):
             if settings[key] != getattr(self, key):
                 raise ConfigError(
@@ -335,11 +331,7 @@ class CustomBatchSampler(EpochSampler, BatchSampler):
         }
 
     def resume_from(self, settings: Mapping[str, Any], position: int) -> None:
-        """Verify the settings. Inside an epoch all must be equal, at its start only those that are fixed for a run.
-
-        Raises:
-            ConfigError: The remaining samples would differ.
-        """
+        """Raise `ConfigError` if settings differ: inside an epoch any, at its start those that are fixed for a run."""
         own = self.settings()
         lasting = ("sampler", "seed", "num_samples", "shuffle")
         differing = [key for key in (own if position else lasting) if settings[key] != own[key]]

@@ -116,11 +116,7 @@ class StreamShard(EpochSampler):
         return common | ({"dp_size": self.dp_size, "dp_rank": self.dp_rank} if self.is_sharded else {})
 
     def resume_from(self, settings: Mapping[str, Any], position: int) -> None:
-        """Use the described seed.
-
-        Raises:
-            ConfigError: Another dataset, or a sharded one inside an epoch on another rank or number of ranks.
-        """
+        """Use the described seed; raise `ConfigError` if the position is of another dataset, or another shard of it."""
         own = self.settings()
         lasting = ("dataset", "is_sharded")
         differing = [key for key in (own if position else lasting) if key != "seed" and settings[key] != own[key]]

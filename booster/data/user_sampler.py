@@ -68,11 +68,7 @@ class SamplerOrder:
             ) from error
 
     def draw(self, epoch: int) -> list[Any]:
-        """Return what the sampler yields in this epoch.
-
-        Raises:
-            ConfigError: It yields nothing, or more than its length.
-        """
+        """Return what the sampler yields in this epoch; raise `ConfigError` if nothing, or more than its length."""
         if self._counts_epochs and epoch < self._num_drawn:
             for one, attributes in zip(self._nested, self._initial, strict=True):
                 vars(one).update(attributes)
@@ -188,11 +184,7 @@ class _DrawnEpochs:
         }
 
     def resume_from(self, settings: Mapping[str, Any], position: int) -> None:
-        """Use the described seed, and verify that the order is the described one.
-
-        Raises:
-            ConfigError: The remaining samples would differ.
-        """
+        """Use the described seed; raise `ConfigError` if the remaining samples would differ."""
         for key, own in (("sampler", self.order.name), ("dataset_length", self.dataset_length)):
             if settings[key] != own:
                 raise ConfigError(

@@ -238,11 +238,7 @@ class FailureDiagnosis:
 
 
 def describe_last_heartbeats(ranks: Sequence[int]) -> str:
-    """Return the last known state of missing global ranks as text, with a likely cause.
-
-    Raises:
-        RuntimeError: The process that serves the store has ended.
-    """
+    """Return the last known state of missing global ranks, with a likely cause. Raises as `read_heartbeats`."""
     known = _explain_ranks(ranks, {})
     return f"{'; '.join(one.text for one in known)}{_likely_cause(known, [])}"
 

@@ -53,11 +53,7 @@ class TrainingParts:
         yield from dict.fromkeys([*self.models, *self.optimizers])
 
     def check(self) -> None:
-        """Check that all names are valid directory names.
-
-        Raises:
-            ConfigError: A name is invalid.
-        """
+        """Raise `ConfigError` unless all names are valid directory names."""
         for folder in self.folders():
             if folder and (_FOLDER.fullmatch(folder) is None or folder == "latest" or folder.startswith("step-")):
                 raise ConfigError(
@@ -77,11 +73,7 @@ class SaveOptions:
     exclude_frozen_parameters: bool = False
 
     def check(self) -> None:
-        """Check the numbers.
-
-        Raises:
-            ConfigError: A number is invalid.
-        """
+        """Raise `ConfigError` if a number is invalid."""
         if self.step is not None and (type(self.step) is not int or self.step < 0):
             raise ConfigError(f"step={self.step!r} is not a step number: give an integer of at least 0")
         shard_bytes(self.size_per_shard)

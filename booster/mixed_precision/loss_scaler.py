@@ -239,11 +239,7 @@ class LossScaleConfig:
         return [f"{name}={getattr(self, name)!r}" for name in self.__slots__]
 
     def check(self) -> None:
-        """Validate the arguments.
-
-        Raises:
-            ConfigError: A number is out of range.
-        """
+        """Raise `ConfigError` if a number is out of range."""
         self.new_scaler()
 
     def new_scaler(self, report: Callable[[str], None] | None = None) -> DynamicLossScaler:

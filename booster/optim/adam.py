@@ -34,11 +34,7 @@ _KEYWORD_ADVICE = "give arguments after lr by keyword, as their order is not tha
 
 
 def check_hyperparameters(group: Mapping[str, Any]) -> None:
-    """Check the hyperparameters of a param group, defaults included.
-
-    Raises:
-        ConfigError: A value is out of range, or the group enables an unsupported variant.
-    """
+    """Raise `ConfigError` if a param group, defaults included, has an invalid value or an unsupported variant."""
     check_no_variants(group)
     check_learning_rate(group)
     check_non_negative(group, "eps")

@@ -288,11 +288,7 @@ def init_moments(state: dict[str, Any], parameter: Tensor) -> None:
 
 
 def check_learning_rate(group: Mapping[str, Any]) -> None:
-    """Check the `lr` of a param group.
-
-    Raises:
-        ConfigError: It is missing, or is not a single finite non-negative number.
-    """
+    """Raise `ConfigError` unless the `lr` of a param group is a single finite non-negative number."""
     lr = group["lr"]
     if lr is None:
         raise ConfigError("lr=None, and this optimizer computes no learning rate itself: pass lr=2e-4 or similar")
@@ -327,11 +323,7 @@ def check_non_negative(
 
 
 def check_decay_rates(group: Mapping[str, Any], name: str, count: int, *, example: tuple[float, ...]) -> None:
-    """Check that a hyperparameter is a sequence of `count` numbers in [0, 1).
-
-    Raises:
-        ConfigError: It is not.
-    """
+    """Raise `ConfigError` unless a hyperparameter is a sequence of `count` numbers in [0, 1)."""
     values = group[name]
     is_sequence = isinstance(values, Sequence) and not isinstance(values, str) and len(values) == count
     if not is_sequence or not all(_is_number(value) and 0.0 <= float(value) < 1.0 for value in values):
@@ -341,11 +333,7 @@ def check_decay_rates(group: Mapping[str, Any], name: str, count: int, *, exampl
 
 
 def check_flags(group: Mapping[str, Any], *names: str) -> None:
-    """Check that hyperparameters are bools.
-
-    Raises:
-        ConfigError: One is not, which often means that positional arguments are in the wrong order.
-    """
+    """Raise `ConfigError` unless hyperparameters are bools: positional arguments may be in the wrong order."""
     for name in names:
         check_flag(
             name,

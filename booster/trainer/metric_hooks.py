@@ -300,11 +300,7 @@ class BestValue:
     value: float | None
 
     def update(self, metrics: Mapping[str, float]) -> bool:
-        """Return whether the metric has improved, and remember it. A nan has not improved.
-
-        Raises:
-            ConfigError: There is no metric of that name.
-        """
+        """Return whether the metric has improved, which a nan has not; raise `ConfigError` if there is no such metric."""
         if self.monitor not in metrics:
             raise ConfigError(
                 f"{self._owner} monitors {self.monitor!r}, and the metrics are {', '.join(sorted(metrics)) or 'none'}:"
