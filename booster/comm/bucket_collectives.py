@@ -174,14 +174,12 @@ class SharedMemoryReduceScatter:
         self._work = PendingWork(group_memory, operation.ending, self._run)
 
     def wait(self, output: torch.Tensor, accumulate: bool) -> None:
-        """See `ReduceScatter.wait`."""
         self.set_output(output, accumulate)
         self._work.wait()
         if self._early_sum is not None:
             _sum_into(self._early_sum, (), output, accumulate)
 
     def set_output(self, output: torch.Tensor, accumulate: bool) -> None:
-        """See `ReduceScatter.set_output`."""
         with self._work.lock:
             if not self._work.is_done:
                 self._output, self._accumulates = output, accumulate

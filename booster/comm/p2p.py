@@ -236,7 +236,6 @@ class SendChannel:
         self._messages.append(started)
 
     def wait(self) -> None:
-        """Wait for all messages."""
         self.finish(len(self._messages))
 
     def finish(self, count: int) -> None:

@@ -75,7 +75,6 @@ class Chain:
     offloads_inputs: bool = False
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` without stages."""
         if not self.stages:
             raise ValueError("a chain has at least one stage")
 

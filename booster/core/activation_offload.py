@@ -106,14 +106,12 @@ class ActivationOffload:
             with offloaded_memory():  # counts as the host's
                 return partial(torch.empty_like, torch.empty_like(tensor.detach()))
         before = None if self._last is None else self._last()
-        offloaded = _OnHost(tensor, self._streams_of(tensor.device), before)
-        self._last = weakref.ref(offloaded)
-        return offloaded
-
-    def _streams_of(self, device: torch.device) -> tuple[torch.Stream, torch.Stream]:
+        device = tensor.device
         if device not in self._streams:
             self._streams[device] = (torch.Stream(device=device), torch.Stream(device=device))
-        return self._streams[device]
+        offloaded = _OnHost(tensor, self._streams[device], before)
+        self._last = weakref.ref(offloaded)
+        return offloaded
 
 
 class _OnHost:

@@ -159,7 +159,6 @@ class ScheduledLayers:
             self._places |= {name: _Place(names, index, _indexed(item, indices)) for name, index in indices.items()}
 
     def run(self, name: str, forward: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """Run the forward of a layer."""
         if name in self._single:
             return self._recompute(forward, *args)
         place = self._places.get(name)
@@ -231,7 +230,6 @@ class RecomputeBySchedule(ActivationPolicy):
             )
 
     def run(self, layer: nn.Module, forward: Callable[..., Any], *args: Any) -> Any:
-        """Run the layer as its item says."""
         return self._layers.run(layer.__dict__[LAYER_NAME], forward, args)
 
 

@@ -53,7 +53,6 @@ class EagerHook:
         self.hook = hook
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the hook, unless a graph is being traced."""
         return None if torch.compiler.is_compiling() else self.hook(*args, **kwargs)
 
 

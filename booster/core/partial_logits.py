@@ -258,7 +258,6 @@ class PartialLogits(torch.Tensor):
         return self.full_tensor()
 
     def __format__(self, specification: str) -> str:
-        """Return `repr(self)`."""
         return repr(self)
 
     @classmethod

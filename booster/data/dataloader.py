@@ -70,7 +70,6 @@ _active_iterations: list[weakref.ref[Iteration]] = []
 
 
 def register_iteration(iteration: Iteration) -> None:
-    """Register an iteration as the innermost one."""
     if _active_iterations and _active_iterations[-1]() is iteration:
         return
     unregister_iteration(iteration)

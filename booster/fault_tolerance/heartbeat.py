@@ -220,7 +220,6 @@ class _HeartbeatThread:
         return self._default is default and self._process_id == os.getpid() and self._thread.is_alive()
 
     def end(self, state: str, text: str) -> None:
-        """Write the last heartbeat."""
         if self._process_id != os.getpid():  # a forked child is not a rank
             return
         self._stopping.set()

@@ -56,12 +56,10 @@ class RankStatus:
 
 
 def status_to_json(status: RankStatus) -> str:
-    """Serialize a status for `status_from_json`."""
     return json.dumps(asdict(status))
 
 
 def status_from_json(text: str) -> RankStatus:
-    """Inverse of `status_to_json`."""
     fields = json.loads(text)
     return RankStatus(**{**fields, "progress": progress_from_json(fields["progress"])})
 
@@ -161,13 +159,11 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="booster-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._last_step_time = time.perf_counter()
         join_at_exit(self._thread, self._stopping.set)
         self._thread.start()
 
     def on_step_end(self) -> None:
-        """Record that a step finished."""
         self._last_step_time = time.perf_counter()
 
     def stop(self) -> None:

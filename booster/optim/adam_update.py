@@ -199,7 +199,6 @@ def run_kernel(
 
 
 def increment_steps(updates: Sequence[AdamParamUpdate]) -> None:
-    """Increment the step counters."""
     if updates:
         # 1 as a tensor: from a number, torch would create one tensor per parameter.
         torch._foreach_add_([update.step for update in updates], torch.ones(()), alpha=1.0)

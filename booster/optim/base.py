@@ -256,7 +256,6 @@ def _state_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def moment_dtype(parameter: Tensor) -> torch.dtype:
-    """Return the dtype of a parameter's moments."""
     dtype = parameter.dtype
     # torch's fused kernels on accelerators require the same dtype for parameter and states.
     return sum_dtype(dtype) if parameter.is_cpu else dtype

@@ -78,7 +78,6 @@ def hook_name(hook: object) -> str:
 
 
 def priority_of(hook: object) -> int:
-    """Return the priority of a hook."""
     return int(getattr(hook, "priority", DEFAULT_PRIORITY))
 
 

@@ -300,7 +300,7 @@ class BestValue:
     value: float | None
 
     def update(self, metrics: Mapping[str, float]) -> bool:
-        """Return whether the metric has improved, which a nan has not; raise `ConfigError` if there is no such metric."""
+        """Return whether the metric has improved, which a nan has not; raise `ConfigError` if there is none."""
         if self.monitor not in metrics:
             raise ConfigError(
                 f"{self._owner} monitors {self.monitor!r}, and the metrics are {', '.join(sorted(metrics)) or 'none'}:"

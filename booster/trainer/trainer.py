@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -20,7 +21,7 @@ from booster.logger import get_dist_logger
 from booster.pytree import map_tensors
 from booster.validation import check_clipping, check_count, check_path, error_of
 
-from .batches import as_batch, batches_of, check_loader, is_last_batch, join_batches, loss_function
+from .batches import as_batch, batches_of, check_loader, is_last_batch, join_batches, loss_of
 from .checkpoint_hook import CheckpointHook
 from .gradient_handlers import Given, attach_gradient_handlers, resolve_gradient_handlers
 from .hook import HookList, check_hook
@@ -285,7 +286,7 @@ class Trainer(TrainerState):
         result = self.booster.execute_pipeline(
             iter([self.batch]),
             self.model,
-            loss_function(self.criterion),
+            partial(loss_of, self.criterion),
             optimizer,
             return_outputs=self._hooks.needs_outputs(mode),
         )
