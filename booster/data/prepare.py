@@ -65,27 +65,7 @@ def prepare_dataloader(
 
     A torch DataLoader is divided as by `shard_dataloader`: pass one to use samplers or batch samplers of your own.
 
-    Args:
-        dataset: Dataset with `__len__` and `__getitem__`, an IterableDataset, or a DataLoader.
-        batch_size: Samples per rank and batch. None for a DataLoader, which has its own, and for an IterableDataset
-            that yields batches.
-        dp_rank: Data-parallel rank.
-        dp_size: Number of data-parallel ranks.
-        shuffle: If True, a new order in every epoch.
-        seed: Seed of the orders and of the workers' RNGs, the same on all ranks. Defaults to the seed of the launch,
-            1024 without one; for a DataLoader with a generator, to the initial seed of that.
-        drop_last: If True, drop an incomplete last global batch.
-        pin_memory: As in torch's DataLoader.
-        num_workers: As in torch's DataLoader. Random augmentation in workers depends on the seed, the epoch and the
-            sample's position in the epoch's order, but not on the number of workers.
-        distributed_sampler_cls: User's sampler class, called as
-            `cls(dataset, num_replicas=dp_size, rank=dp_rank, shuffle=shuffle)`, with `seed` and `drop_last` if it
-            takes them.
-        **kwargs: collate_fn, timeout, worker_init_fn, multiprocessing_context, generator, prefetch_factor,
-            persistent_workers, pin_memory_device, as in torch's DataLoader.
-
-    Raises:
-        ConfigError: The dataset is empty, no batch is left, a rank or size is out of range, or arguments contradict.
+    Arguments and errors are those of `Plugin.prepare_dataloader`, and the data-parallel rank and number of ranks.
     """
     if isinstance(dataset, DataLoader):
         flags = {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last, "pin_memory": pin_memory}

@@ -35,16 +35,7 @@ _MAX_NAMES = 5
 
 @contextmanager
 def detect_nonfinite(model: ModelWrapper, optimizer: OptimizerWrapper | None, *, action: str) -> Iterator[None]:
-    """Check a model in a block; see `Booster.debug_nonfinite`.
-
-    Args:
-        model: Boosted model.
-        optimizer: Optimizer whose losses and gradients are checked, optional; defaults to all.
-        action: "raise" or "log".
-
-    Raises:
-        ConfigError: The action is unknown.
-    """
+    """Check a model in a block; see `Booster.debug_nonfinite`."""
     if action not in _ACTIONS:
         raise ConfigError(
             f"debug_nonfinite(action={action!r}): the action is unknown: write action='raise' for an error or"
