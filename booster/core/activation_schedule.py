@@ -53,19 +53,11 @@ class ActivationSchedule:
     @classmethod
     def of_chain(cls, items: Items, names: Sequence[str]) -> ActivationSchedule:
         """Return the schedule of a chain's stages of these names."""
-
-        def named(items: Items) -> tuple[ScheduleItem, ...]:
-            return tuple(names[item] if isinstance(item, int) else named(item) for item in items)
-
-        return cls(named(items))
+        return cls(_mapped(items, names.__getitem__, tuple))
 
     def to_json(self) -> list[Any]:
         """Return nested lists of names."""
-
-        def lists(items: tuple[ScheduleItem, ...]) -> list[Any]:
-            return [item if isinstance(item, str) else lists(item) for item in items]
-
-        return lists(self.items)
+        return _mapped(self.items, str, list)  # type: ignore[no-any-return]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -155,8 +147,8 @@ class ScheduledLayers:
             names = names_of(item)
             if len(names) == 1:
                 self._single.add(names[0])
-            indices = {name: index for index, name in enumerate(names)}
-            self._places |= {name: _Place(names, index, _indexed(item, indices)) for name, index in indices.items()}
+            indices = _mapped(item, names.index, tuple)
+            self._places |= {name: _Place(names, index, indices) for index, name in enumerate(names)}
 
     def run(self, name: str, forward: Callable[..., Any], args: Sequence[Any]) -> Any:
         if name in self._single:
@@ -233,8 +225,9 @@ class RecomputeBySchedule(ActivationPolicy):
         return self._layers.run(layer.__dict__[LAYER_NAME], forward, args)
 
 
-def _indexed(items: tuple[ScheduleItem, ...], indices: dict[str, int]) -> Items:
-    return tuple(indices[item] if isinstance(item, str) else _indexed(item, indices) for item in items)
+def _mapped(items: Sequence[Any], function: Callable[[Any], Any], kind: type) -> Any:
+    """Return nested sequences of a kind, with a function of each name or index of `items`."""
+    return kind(_mapped(one, function, kind) if isinstance(one, tuple) else function(one) for one in items)
 
 
 def _moved(items: Items, by: int) -> Items:

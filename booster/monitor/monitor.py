@@ -222,8 +222,8 @@ class Monitor:
                 self._open_logs(opened)
         except Exception as failure:  # raised on all ranks by the barrier, also those of Weights & Biases
             error = failure
-        fingerprint = {"every": self._every, "across_ranks": self._across_ranks}
-        fingerprint |= {"first_step": self._first_step, "hang_seconds": self._hang_seconds}
+        names = ("every", "across_ranks", "first_step", "hang_seconds")
+        fingerprint = {name: getattr(self, f"_{name}") for name in names}
         with _hint_if_slow():
             local = json.dumps([fingerprint, num_experts]).encode()
             gathered = [json.loads(one) for one in barrier.gather("entering Monitor's block", local, error)]
