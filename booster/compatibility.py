@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from .comm import check_same_across_ranks
 from .errors import ConfigError
-from .logger import get_dist_logger
+from .logger import log_rank_zero
 from .validation import is_count
 
 P = ParamSpec("P")
@@ -203,4 +203,4 @@ def check_foreign(given: Mapping[str, Any], owner: str = "") -> None:
     for name, value in given.items():
         argument = ARGUMENTS[name]
         if argument.remark and argument.is_remarkable(value):
-            get_dist_logger().info(f"{name}={value!r} {argument.remark}", ranks=[0])
+            log_rank_zero(f"{name}={value!r} {argument.remark}")

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from booster.errors import ConfigError
 from booster.fault_tolerance.progress import in_phase
-from booster.logger import get_dist_logger
+from booster.logger import log_rank_zero
 
 from .sampler import BatchPosition, EpochSampler
 from .stream import CollateShard, StreamPosition, StreamReader, StreamShard
@@ -94,10 +94,11 @@ def active_position(loader: Any = None) -> BatchPosition | None:
     return None
 
 
-def log_rank_zero(text: str | None) -> None:
-    """Log the text on rank 0, unless it is None. No communication."""
-    if text is not None:
-        get_dist_logger("booster.data").info(text, ranks=[0])
+def log_uneven_end(sampler: EpochSampler, position: int = 0) -> None:
+    """Log on rank 0 what the ends of epochs repeat or drop, if anything. No communication."""
+    message = sampler.uneven_end_message(position)
+    if message is not None:
+        log_rank_zero(message, "booster.data")
 
 
 T_co = TypeVar("T_co", covariant=True)
@@ -387,12 +388,13 @@ class DistributedDataLoader(DataLoader[T_co]):
             cursor = Cursor(epoch=entries["epoch"], position=position, stream_state=entries.get("stream_state"))
         self._cursor = self._next = cursor
         if self._next.position:
-            log_rank_zero(sampler.uneven_end_message(self._next.position))
+            log_uneven_end(sampler, self._next.position)
         before, now = state.get("global_batch_size"), getattr(sampler, "global_batch_size", None)
         if None not in (before, now) and before != now:
             log_rank_zero(
                 f"the data continues with {now} samples in a batch of all ranks, and the checkpoint had {before}: a"
-                " step is another one than before, unless the number of accumulated batches makes up for it"
+                " step is another one than before, unless the number of accumulated batches makes up for it",
+                "booster.data",
             )
 
     def _has_ended(self, position: int) -> bool:

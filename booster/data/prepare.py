@@ -17,7 +17,7 @@ from booster.errors import ConfigError
 from booster.rng_state import check_seed, default_seed
 from booster.validation import check_flag
 
-from .dataloader import DistributedDataLoader, distributed_loader, is_stateful_loader, log_rank_zero
+from .dataloader import DistributedDataLoader, distributed_loader, is_stateful_loader, log_uneven_end
 from .sampler import CustomBatchSampler, DistributedBatchSampler, EpochSampler
 from .stream import StreamShard
 from .user_sampler import SamplerOrder, UserBatchSampler, UserOrderSampler
@@ -99,7 +99,7 @@ def prepare_dataloader(
             seed=seed,
             drop_last=drop_last,
         )
-    log_rank_zero(sampler.uneven_end_message())
+    log_uneven_end(sampler)
     return distributed_loader(_create_loader(dataset, batch_size=batch_size, drop_last=drop_last, **options), sampler)
 
 
@@ -204,7 +204,7 @@ def shard_dataloader(loader: DataLoader[Any], dp_rank: int, dp_size: int, seed: 
     if _sharded_for(loader) is not None or _why_not_shardable(loader) is not None:
         return loader
     sampler = _sampler_for(loader, dp_rank, dp_size, _seed_of(loader) if seed is None else check_seed(seed))
-    log_rank_zero(sampler.uneven_end_message())
+    log_uneven_end(sampler)
     return distributed_loader(loader, sampler)
 
 
