@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from textwrap import shorten
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -198,7 +198,7 @@ class FailureDiagnosis:
         if missing:
             are = "is" if len(missing) == 1 else "are"
             known = _explain_ranks(missing, self._first_heartbeats if time.monotonic() >= self._next_heartbeat else {})
-            states = "; ".join(one.text for one in known)
+            states = "; ".join(text for text, _ in known)
             text = f"{format_ranks(missing)} {are} missing: {states}; {self._format_positions()}"
             return f"{text}{_likely_cause(known, waiting)}"
         usual = likely_cause(self._progress, waiting)
@@ -240,15 +240,11 @@ class FailureDiagnosis:
 def describe_last_heartbeats(ranks: Sequence[int]) -> str:
     """Return the last known state of missing global ranks, with a likely cause. Raises as `read_heartbeats`."""
     known = _explain_ranks(ranks, {})
-    return f"{'; '.join(one.text for one in known)}{_likely_cause(known, [])}"
+    return f"{'; '.join(text for text, _ in known)}{_likely_cause(known, [])}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Explanation:
-    """State of a missing rank as text, and as input of `likely_cause` where its progress may explain the failure."""
-
-    text: str
-    peer: PeerStatus | None = None
+# State of a missing rank as text, and as input of `likely_cause` where its progress may explain the failure.
+_Explanation: TypeAlias = tuple[str, PeerStatus | None]
 
 
 def _explain_ranks(ranks: Sequence[int], first_heartbeats: Mapping[int, Heartbeat]) -> list[_Explanation]:
@@ -265,13 +261,13 @@ def _explain_ranks(ranks: Sequence[int], first_heartbeats: Mapping[int, Heartbea
         _explain_rank(rank, heartbeats[rank], exits, ended, first_heartbeats) for rank in chosen if rank in heartbeats
     ]
     if len(explanations) < len(chosen):
-        explanations.append(_Explanation(text="see the log there, whether it ended, hangs or runs something else"))
+        explanations.append(("see the log there, whether it ended, hangs or runs something else", None))
     return explanations
 
 
 def _likely_cause(explanations: Sequence[_Explanation], waiting: Sequence[PeerStatus]) -> str:
     """Return the likely cause as a further sentence, or "" where the cause is known to be another one."""
-    peers = [one.peer for one in explanations if one.peer is not None]
+    peers = [peer for _, peer in explanations if peer is not None]
     if len(peers) < len(explanations) or reported_failures():
         return ""
     cause = likely_cause(current_progress(), [*peers, *waiting])
@@ -295,20 +291,18 @@ def _explain_rank(
         after = f"after {heartbeat.progress.num_steps} steps"
         if state == ENDED:
             other = PeerStatus(progress=heartbeat.progress, state="ended")
-            return _Explanation(text=f"rank {rank}'s program ended {after}, while others continue", peer=other)
-        return _Explanation(text=f"rank {rank}'s program failed {after}: {text}")
+            return f"rank {rank}'s program ended {after}, while others continue", other
+        return f"rank {rank}'s program failed {after}: {text}", None
     if rank in ended:
         process = f"rank {rank}'s process {heartbeat.process_id} on host {heartbeat.host}"
-        return _Explanation(text=f"{process} has ended without a report (was it killed?); its {last}")
+        return f"{process} has ended without a report (was it killed?); its {last}", None
     if rank not in first_heartbeats:
-        return _Explanation(text=f"on host {heartbeat.host}, rank {rank}'s {last}")
+        return f"on host {heartbeat.host}, rank {rank}'s {last}", None
     if heartbeat.sequence > first_heartbeats[rank].sequence:
         alive = f"rank {rank}'s process is alive, {heartbeat.progress}: it is busy, hangs, or makes other calls"
-        return _Explanation(text=alive, peer=PeerStatus(progress=heartbeat.progress, state="busy"))
+        return alive, PeerStatus(progress=heartbeat.progress, state="busy")
     since = f"none has come since: it is stopped or killed, or host {heartbeat.host} is lost"
-    return _Explanation(
-        text=f"rank {rank}'s last heartbeat, {age:.1f} s ago ({interval}), reported: {heartbeat.progress}; {since}"
-    )
+    return f"rank {rank}'s last heartbeat, {age:.1f} s ago ({interval}), reported: {heartbeat.progress}; {since}", None
 
 
 def format_phase(progress: Progress) -> str:

@@ -126,7 +126,7 @@ def read_heartbeats(ranks: Iterable[int]) -> dict[int, Heartbeat]:
     Raises:
         RuntimeError: The process that serves the store has ended.
     """
-    store = _heartbeat_store(_get_default_store())
+    store = _heartbeat_store()
     return {rank: _heartbeat_from(store.get(str(rank))) for rank in ranks if store.check([str(rank)])}
 
 
@@ -136,7 +136,7 @@ def exit_statuses(store: TimeoutStore | None = None) -> dict[int, tuple[str, str
     Args:
         store: Store of the heartbeats, optional; defaults to one with the main thread's client.
     """
-    store = _heartbeat_store(_get_default_store()) if store is None else store
+    store = _heartbeat_store() if store is None else store
     if not store.check([_EXITS_KEY]):
         return {}
     entries = [json.loads(line) for line in store.get(_EXITS_KEY).splitlines()]
@@ -156,14 +156,14 @@ def heartbeat_interval(world_size: int) -> float:
 
 def acknowledge_exits() -> set[int]:
     """Record that this rank has read all exit states; return the ranks that have. Raises as `read_heartbeats`."""
-    store = _heartbeat_store(_get_default_store())
+    store = _heartbeat_store()
     store.append(_ACKNOWLEDGED_KEY, f"{dist.get_rank()}\n")
     return acknowledged_ranks()
 
 
 def acknowledged_ranks() -> set[int]:
     """Return the ranks that have read all exit states. Raises as `read_heartbeats`."""
-    return {int(line) for line in _heartbeat_store(_get_default_store()).get(_ACKNOWLEDGED_KEY).split()}
+    return {int(line) for line in _heartbeat_store().get(_ACKNOWLEDGED_KEY).split()}
 
 
 def ended_processes(heartbeats: Mapping[int, Heartbeat]) -> list[int]:
@@ -357,8 +357,9 @@ def _new_client(default: Any) -> Any:
         ) from error
 
 
-def _heartbeat_store(client: Any) -> TimeoutStore:
-    return TimeoutStore(client, "booster.heartbeats", ANSWER_SECONDS)
+def _heartbeat_store(client: Any = None) -> TimeoutStore:
+    """Return the store of the heartbeats, by default with the main thread's client."""
+    return TimeoutStore(_get_default_store() if client is None else client, "booster.heartbeats", ANSWER_SECONDS)
 
 
 def _heartbeat_from(text: bytes) -> Heartbeat:
