@@ -138,6 +138,12 @@ def stages_of(items: Items) -> tuple[int, ...]:
     return tuple(stage for item in items for stage in ((item,) if isinstance(item, int) else stages_of(item)))
 
 
+def restricted(items: Items, start: int, end: int) -> Items:
+    """Return a schedule without the stages before `start` and from `end` on, counted from `start`."""
+    moved = (item - start if isinstance(item, int) else restricted(item, start, end) for item in items)
+    return tuple(one for one in moved if (0 <= one < end - start if isinstance(one, int) else one))
+
+
 def schedule_time(stages: Sequence[ChainStage], items: Items) -> float:
     """Return the time of a schedule: each forward as often as it runs, each backward once."""
 

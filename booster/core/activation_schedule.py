@@ -13,7 +13,7 @@ from torch import nn
 from booster.errors import ConfigError
 from booster.pytree import iter_tensors
 
-from .activation_chain import Items
+from .activation_chain import Items, restricted
 from .activation_offload import ActivationOffload
 from .activation_policy import LAYER_NAME, ActivationPolicy
 from .activation_segments import SegmentForward, chained_argument, first_tensor
@@ -162,7 +162,8 @@ class ScheduledLayers:
             chained = chained_argument(args, opened.output)
         if chained is None:
             self._check_begins(place, args, opened)
-            opened = _Open(SegmentForward(_moved(place.items, place.index), self._offload), place.names, 0, None)
+            items = restricted(place.items, place.index, len(place.names))
+            opened = _Open(SegmentForward(items, self._offload), place.names, 0, None)
         assert opened is not None
         output = opened.forward.run(forward, args, chained)
         if place.index + 1 < len(place.names):
@@ -228,12 +229,6 @@ class RecomputeBySchedule(ActivationPolicy):
 def _mapped(items: Sequence[Any], function: Callable[[Any], Any], kind: type) -> Any:
     """Return nested sequences of a kind, with a function of each name or index of `items`."""
     return kind(_mapped(one, function, kind) if isinstance(one, tuple) else function(one) for one in items)
-
-
-def _moved(items: Items, by: int) -> Items:
-    """Return a schedule of indices from `by` on, counted from there."""
-    moved = (item - by if isinstance(item, int) else _moved(item, by) for item in items)
-    return tuple(item for item in moved if item != () and not (isinstance(item, int) and item < 0))
 
 
 def _parse(value: Any, given: Any) -> tuple[ScheduleItem, ...]:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from booster.pytree import iter_tensors
 
-from .activation_chain import Item, Items, stages_of
+from .activation_chain import Items, restricted, stages_of
 from .activation_offload import ActivationOffload, Packed, keep
 
 # Note [Segments]
@@ -143,7 +143,7 @@ class SegmentForward:
         task = torch._C._current_graph_task_id()
         if self._task is None or task != self._task:  # a second backward over a retained graph begins anew
             self._task = task
-            items = _restricted(self._items, 0, len(self._calls))
+            items = restricted(self._items, 0, len(self._calls))
             self._sources = [_Source(0, None, items)] * len(self._calls)
             for call in self._calls:
                 for reference in call.handles:
@@ -258,18 +258,6 @@ def chained_argument(args: Sequence[Any], previous: torch.Tensor | None) -> int 
     if previous is None:
         return None
     return next((index for index, one in enumerate(args) if one is previous), None)
-
-
-def _restricted(items: Items, start: int, end: int) -> Items:
-    """Return a schedule without the layers before `start` and from `end` on."""
-    found: list[Item] = []
-    for item in items:
-        if isinstance(item, int):
-            found += [item] if start <= item < end else []
-            continue
-        inner = _restricted(item, start, end)
-        found += [inner] if inner else []
-    return tuple(found)
 
 
 def _metadata(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -282,13 +282,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(
-    grads: list[torch.Tensor | None],
-    parameters: list[torch.Tensor],
-    handle: torch.Tensor,
-    sizes: list[int],
-    key: str,
-) -> list[torch.Tensor]:
+def _(grads: Any, parameters: Any, handle: Any, sizes: list[int], key: str) -> list[torch.Tensor]:
     return [make() for make in _empty_gradients(sizes, key)]
 
 
