@@ -52,21 +52,8 @@ class AdamBase(CheckedOptimizer):
     """Adam and AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019).
 
     Hyperparameters, states and `state_dict` have torch.optim.AdamW's names and meanings, and each loads the other's.
-    States of CPU parameters are fp32 for bf16 and fp16 parameters as well. For `fused_step` see `FusedUpdate`.
-
-    Args:
-        params: Tensors, or param groups.
-        lr: Learning rate.
-        bias_correction: If True, the moments are corrected for their initialization to zero.
-        betas: Decay rates of the moments.
-        eps: Term added to the denominator.
-        weight_decay: Weight decay.
-        adamw_mode: If True, AdamW's decoupled weight decay; if False, Adam's L2 term in the gradient.
-        nvme_offload_fraction: Fraction of the CPU parameters' states on disk; see `CPUAdam`.
-        nvme_offload_dir: Directory of the state files; see `CPUAdam`.
-
-    Raises:
-        ConfigError: An argument is invalid.
+    States of CPU parameters are fp32 for bf16 and fp16 parameters as well. For `fused_step` see `FusedUpdate`, for the
+    arguments `CPUAdam`.
     """
 
     # torch.amp.GradScaler then passes grad_scale and found_inf to `step` instead of unscaling the gradients.
