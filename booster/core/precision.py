@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,29 +17,21 @@ from .shard_aware import update_master
 from .shard_spec import TensorSlice
 
 
-class Precision(ABC):
-    """Dtypes of a model's forward; the base of `booster.interface.MixedPrecision`."""
+class Precision(Protocol):
+    """Dtypes of a model's forward; implemented and described by `booster.interface.MixedPrecision`."""
 
     @property
-    @abstractmethod
-    def compute_dtype(self) -> torch.dtype | None:
-        """Dtype of matrix multiplications, or None for that of the parameters."""
+    def compute_dtype(self) -> torch.dtype | None: ...
 
-    def describe(self) -> str:
-        """Return a name for summaries and checkpoints."""
-        return type(self).__name__
+    def describe(self) -> str: ...
 
-    def forward_context(self, device_type: str) -> AbstractContextManager[Any]:
-        """Return the context of the model's forward."""
-        return nullcontext()
+    def forward_context(self, device_type: str) -> AbstractContextManager[Any]: ...
 
-    def convert_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the forward's arguments in the model's dtype; unchanged by default."""
-        return args, kwargs
+    def convert_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
 
-    def convert_outputs(self, outputs: Any) -> Any:
-        """Return the forward's outputs in the dtype for the user; unchanged by default."""
-        return outputs
+    def convert_outputs(self, outputs: Any) -> Any: ...
 
 
 class LossScaler(Protocol):
