@@ -106,7 +106,7 @@ class _Missing:
         monkeypatch.setattr(failure_diagnosis, "reported_failures", list)
 
     def known(self, is_before_known=True):
-        return failure_diagnosis._explain_ranks([1], self.before if is_before_known else {})[0].text
+        return failure_diagnosis._explain_ranks([1], self.before if is_before_known else {})[0][0]
 
 
 ONCE = "1.0 s ago (heartbeats come once a second"
