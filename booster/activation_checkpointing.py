@@ -79,11 +79,7 @@ def checkpoint_activations(
 
 
 def layers_without_policy(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers of all stacks by name, in order.
-
-    Raises:
-        ConfigError: There are none, or they are checkpointed already.
-    """
+    """Return the layers of all stacks by name, in order; raise `ConfigError` without, or if they have a policy."""
     layers = layers_of(model)
     if not layers:
         raise ConfigError(

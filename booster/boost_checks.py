@@ -68,11 +68,7 @@ def mark_boosted(model: nn.Module, optimizer: Optimizer | None) -> None:
 
 
 def register_model(plugin: Plugin, model: Any, optimizer: Any | None) -> None:
-    """Record a boosted model of the plugin, which `mark_closed` closes.
-
-    Raises:
-        ConfigError: The plugin's `configure` returned something else than wrappers.
-    """
+    """Record a boosted model, which `mark_closed` closes; raise `ConfigError` if `configure` returned no wrappers."""
     for name, value, wrapper in (("model", model, ModelWrapper), ("optimizer", optimizer, OptimizerWrapper)):
         if not (isinstance(value, wrapper) or (value is None and name == "optimizer")):
             raise ConfigError(

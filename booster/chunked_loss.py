@@ -77,7 +77,7 @@ def chunked_cross_entropy(
     num_classes = weight.shape[0]
     size = chunk_size or max(_CHUNK_BYTES // (4 * num_classes), 1)
     module.__class__ = subclass_of(type(module), "chunked", mixin=_ChunkedHead)
-    module.__dict__["_chunked_head"] = _HeadConfig(num_classes, size)
+    module.__dict__["_chunked_head"] = num_classes, size
     return model
 
 
@@ -102,24 +102,16 @@ def _find_head(model: nn.Module, head: str | nn.Module | None) -> nn.Module:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _HeadConfig:
-    """Number of classes, and tokens of a chunk."""
-
-    num_classes: int
-    chunk_size: int
-
-
 class _ChunkedHead(nn.Module):
     """Mixin of heads. Overrides `__call__` and not `forward`, so that hooks run around each chunk."""
 
     @not_compiled
     def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        config: _HeadConfig = self.__dict__["_chunked_head"]
+        num_classes, chunk_size = self.__dict__["_chunked_head"]
         compute = super().__call__
         if args or kwargs or hidden.dim() < 2:
             return compute(hidden, *args, **kwargs)
-        head = _Head(compute, tuple(self.parameters()), config.num_classes, chunk_size=config.chunk_size)
+        head = _Head(compute, tuple(self.parameters()), num_classes, chunk_size=chunk_size)
         return ChunkedLogits.of(hidden, head)
 
 

@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from .comm import check_same_across_ranks
 from .errors import ConfigError
-from .logger import get_dist_logger
+from .logger import log_rank_zero
 from .validation import is_count
 
 P = ParamSpec("P")
@@ -49,24 +49,23 @@ class ForeignArgument:
     is_remarkable: Callable[[Any], bool] = lambda value: value is True
 
 
+def _flag(remark: str = "") -> ForeignArgument:
+    """Return an argument of which both values happen."""
+    return ForeignArgument(is_taken=_is_flag, reason="is not a bool", instead="leave it out", remark=remark)
+
+
 _COMPILE = "leave it out, and pass torch.compile(model) to boost(), which fuses them"
 _FEWER_BYTES = "leave it out, and for fewer bytes pass communication_dtype=torch.bfloat16, or precision='bf16'"
 
 ARGUMENTS: dict[str, ForeignArgument] = {
     # Plugins.
-    "enable_all_optimization": ForeignArgument(  # those that there are: flash attention, which runs anyway
-        is_taken=_is_flag,
-        reason="is not a bool",
-        instead="leave it out",
-        remark="turns on what there is: flash attention, which models of transformers run by torch's"
-        " scaled_dot_product_attention; for fused layers, pass torch.compile(model) to boost()",
+    "enable_all_optimization": _flag(  # those that there are: flash attention, which runs anyway
+        "turns on what there is: flash attention, which models of transformers run by torch's"
+        " scaled_dot_product_attention; for fused layers, pass torch.compile(model) to boost()"
     ),
-    "enable_flash_attention": ForeignArgument(
-        is_taken=_is_flag,
-        reason="is not a bool",
-        instead="leave it out",
-        remark="has no effect: models of transformers use torch's scaled_dot_product_attention, which runs flash"
-        " attention, unless they are loaded with attn_implementation='eager'",
+    "enable_flash_attention": _flag(
+        "has no effect: models of transformers use torch's scaled_dot_product_attention, which runs flash attention,"
+        " unless they are loaded with attn_implementation='eager'"
     ),
     "enable_fused_normalization": ForeignArgument(
         is_taken=_is_off,
@@ -103,9 +102,7 @@ ARGUMENTS: dict[str, ForeignArgument] = {
         reason="asks for layers that compute in fp8, and this plugin has one dtype for weights and computation",
         instead="leave it out, or use Booster(mixed_precision='fp8') with TorchDDPPlugin or TorchFSDPPlugin",
     ),
-    "overlap_p2p": ForeignArgument(  # stages send and receive while they compute, so True is what happens
-        is_taken=_is_flag, reason="is not a bool", instead="leave it out"
-    ),
+    "overlap_p2p": _flag(),  # stages send and receive while they compute, so True is what happens
     "scheduler_nodes": ForeignArgument(
         is_taken=lambda value: value is None,
         reason="is a computed schedule, and schedules order their work themselves here",
@@ -122,9 +119,7 @@ ARGUMENTS: dict[str, ForeignArgument] = {
         instead="leave it out",
     ),
     # Loads.
-    "low_cpu_mem_mode": ForeignArgument(  # every load reads parts of files only
-        is_taken=_is_flag, reason="is not a bool", instead="leave it out"
-    ),
+    "low_cpu_mem_mode": _flag(),  # every load reads parts of files only
     "num_threads": ForeignArgument(
         is_taken=is_count,
         reason="is not a number of threads",
@@ -208,4 +203,4 @@ def check_foreign(given: Mapping[str, Any], owner: str = "") -> None:
     for name, value in given.items():
         argument = ARGUMENTS[name]
         if argument.remark and argument.is_remarkable(value):
-            get_dist_logger().info(f"{name}={value!r} {argument.remark}", ranks=[0])
+            log_rank_zero(f"{name}={value!r} {argument.remark}")

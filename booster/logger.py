@@ -24,9 +24,9 @@ def get_dist_logger(name: str = "booster") -> DistributedLogger:
     return _loggers[name]
 
 
-def log_rank_zero(message: str) -> None:
+def log_rank_zero(message: str, name: str = "booster") -> None:
     """Log one line on rank 0."""
-    get_dist_logger().info(message, ranks=[0])
+    get_dist_logger(name).info(message, ranks=[0])
 
 
 def disable_existing_loggers(include: Sequence[str] | None = None, exclude: Sequence[str] = ("booster",)) -> None:

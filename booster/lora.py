@@ -32,19 +32,7 @@ CONFIG_FILE = "adapter_config.json"
 
 
 def add_lora(model: nn.Module, lora_config: Any, pretrained_dir: str | os.PathLike[str] | None) -> nn.Module:
-    """Return the model with trainable adapters, new ones or those of a directory; its other parameters are frozen.
-
-    Args:
-        model: The user's model, changed in place.
-        lora_config: A `peft.LoraConfig`, or None.
-        pretrained_dir: Directory of a saved adapter, or None; one of both is given.
-
-    Raises:
-        ConfigError: An argument is invalid, or the adapter is of another model.
-        CheckpointError: The saved adapter is missing or damaged.
-
-    Collective: no.
-    """
+    """Return the model with trainable adapters on this rank; see `Booster.enable_lora`. Not collective."""
     peft = _peft()
     if isinstance(model, ModelWrapper):
         raise ConfigError(
@@ -99,11 +87,7 @@ def unchanged_on_failure(model: Any) -> Iterator[None]:
 
 
 def refuse_quantization(quantize: Any, bnb_quantization_config: Any) -> None:
-    """Raise if a quantized base is asked for, which transformers loads.
-
-    Raises:
-        ConfigError: An argument is given.
-    """
+    """Raise `ConfigError` if a quantized base is asked for, which transformers loads."""
     if not quantize and bnb_quantization_config is None:
         return
     needs = "" if importlib.util.find_spec("bitsandbytes") else "run `pip install bitsandbytes`, which is missing, and "

@@ -70,16 +70,7 @@ class _RankRows:
 
 
 def gather_for_metrics(data: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """Concatenate the tensors and lists of all ranks; see `Booster.gather_for_metrics`. Collective.
-
-    Args:
-        data: Tensors and lists of objects, in any nesting.
-        group: Data-parallel group; optional, defaults to the world.
-
-    Raises:
-        ConfigError: The data has neither tensor nor list, a tensor that is not dense, or an object that is not plain.
-        DesyncError: The ranks' results do not match.
-    """
+    """Concatenate the tensors and lists of the ranks of a group; see `Booster.gather_for_metrics`. Collective."""
     local = list(_iter_results(data))
     own: _RankRows | None = None
     error: ConfigError | None = None

@@ -72,11 +72,7 @@ def plugin_with_precision(name: str, precision: Any, /, **arguments: Any) -> Plu
 
 
 def plugin_class(name: str) -> type[Plugin]:
-    """Return the class of a plugin.
-
-    Raises:
-        ConfigError: The name is unknown, or the registered object is not a Plugin.
-    """
+    """Return the class of a plugin; raise `ConfigError` if the name is unknown, or the registered object no Plugin."""
     if name in plugins.BUILT_IN:
         cls = getattr(plugins, plugins.BUILT_IN[name][1])  # imports the module of this plugin only
     elif name in _registered():

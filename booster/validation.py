@@ -78,11 +78,7 @@ def is_non_nan_number(value: Any) -> bool:
 
 
 def check_clipping(max_norm: Any, norm_type: Any) -> None:
-    """Check the arguments of clipping by norm.
-
-    Raises:
-        ConfigError: One of them is invalid.
-    """
+    """Raise `ConfigError` if an argument of clipping by norm is invalid."""
     if not is_non_nan_number(max_norm) or max_norm < 0:
         raise ConfigError(
             f"max_norm={max_norm!r} is not a maximum gradient norm: give a positive number, or 0 for no clipping"
@@ -107,11 +103,7 @@ def size_from_text(text: str, *, ignores_case: bool = False) -> float | None:
 
 
 def check_replicas(extra_dp_size: Any, world_size: int) -> None:
-    """Check that the ranks can be divided into `extra_dp_size` equal groups that each hold all shards.
-
-    Raises:
-        ConfigError: They cannot.
-    """
+    """Raise `ConfigError` unless `extra_dp_size` divides the ranks into equal groups that each hold all shards."""
     if not is_count(extra_dp_size) or world_size % extra_dp_size:
         raise ConfigError(
             f"extra_dp_size={extra_dp_size!r} does not divide the {world_size} ranks into equal groups that each hold"

@@ -1,6 +1,7 @@
 """Communication between ranks: the only package that calls collectives."""
 
-from booster.fault_tolerance.collective_errors import abort_all_groups, abort_groups, report_failure
+from booster.fault_tolerance.collective_errors import abort_all_groups, abort_groups
+from booster.fault_tolerance.failure_diagnosis import report_failure
 from booster.fault_tolerance.fault_injection import Fault, InjectedFault, inject_faults
 from booster.fault_tolerance.timeouts import timeout_scope
 
@@ -17,7 +18,6 @@ from .checks import all_gather_text, check_same_across_ranks, raise_on_all_ranks
 from .collective_op import (
     CollectiveOp,
     CommunicationCount,
-    CommunicationObserver,
     count_communication,
     observe_communication,
 )
@@ -50,8 +50,6 @@ from .p2p import (
     RecvChannel,
     SendChannel,
     TensorMeta,
-    TensorReceive,
-    TensorSend,
     receive,
     receive_tensor,
     send,
@@ -80,7 +78,6 @@ __all__ = [
     "AllToAll",
     "CollectiveOp",
     "CommunicationCount",
-    "CommunicationObserver",
     "ErrorBarrier",
     "Fault",
     "InjectedFault",
@@ -89,8 +86,6 @@ __all__ = [
     "SendChannel",
     "SharedBlocks",
     "TensorMeta",
-    "TensorReceive",
-    "TensorSend",
     "abort_all_groups",
     "abort_groups",
     "all_gather_bytes",

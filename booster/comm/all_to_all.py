@@ -31,11 +31,7 @@ class AllToAll:
         self._wait = wait
 
     def wait(self) -> torch.Tensor:
-        """Wait until the output is filled, and return it. The payload may be changed then.
-
-        Raises:
-            RankFailedError: A rank is lost or too late; the message names it.
-        """
+        """Wait until the output is filled, and return it. The payload may be changed then."""
         if self._wait is not None:
             self._wait()
             self._wait = None  # frees the payload
@@ -107,13 +103,7 @@ def all_to_all_single(
     payload_sizes: Sequence[int] | None = None,
     largest_size: int | None = None,
 ) -> None:
-    """Do what `start_all_to_all` does, with the same arguments, and wait.
-
-    Raises:
-        RankFailedError: A rank is lost or too late; the message names it.
-
-    Collective: every rank of the group must call it, with matching sizes and one dtype.
-    """
+    """Do what `start_all_to_all` does, with the same arguments, and wait. Collective."""
     started = start_all_to_all(
         output,
         payload,

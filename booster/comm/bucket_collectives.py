@@ -66,29 +66,30 @@ class ReduceScatter:
         Args:
             output: Tensor of a shard's size, of the payload's dtype or fp32; may be the local shard of the payload.
             accumulate: If True, add to `output`.
-
-        Raises:
-            RankFailedError: A rank is lost or too late; the message names it.
         """
         _check_output(output, self._local_shard)
         self._wait(output.detach(), accumulate)
 
 
-class AllGather:
-    """All-gather in flight, started by `start_all_gather`."""
+class _InFlight:
+    """Collective in flight."""
 
-    def __init__(self, wait: Callable[[], None] | None = None) -> None:
+    def __init__(self, wait: Callable[[], object] | None = None) -> None:
         self._wait = wait
 
     def wait(self) -> None:
-        """Wait until all shards are in the buffer, and the local one may be changed.
-
-        Raises:
-            RankFailedError: A rank is lost or too late; the message names it.
-        """
+        """Wait until the result is in the tensor, which may be changed then."""
         if self._wait is not None:
             self._wait()
             self._wait = None  # frees the messages
+
+
+class AllGather(_InFlight):
+    """All-gather in flight, started by `start_all_gather`."""
+
+
+class AllReduce(_InFlight):
+    """All-reduce in flight, started by `start_all_reduce`."""
 
 
 def start_reduce_scatter(
@@ -173,14 +174,12 @@ class SharedMemoryReduceScatter:
         self._work = PendingWork(group_memory, operation.ending, self._run)
 
     def wait(self, output: torch.Tensor, accumulate: bool) -> None:
-        """See `ReduceScatter.wait`."""
         self.set_output(output, accumulate)
         self._work.wait()
         if self._early_sum is not None:
             _sum_into(self._early_sum, (), output, accumulate)
 
     def set_output(self, output: torch.Tensor, accumulate: bool) -> None:
-        """See `ReduceScatter.set_output`."""
         with self._work.lock:
             if not self._work.is_done:
                 self._output, self._accumulates = output, accumulate
@@ -301,23 +300,6 @@ def _sum_directly(target: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
     torch.add(first, rest[0], out=target)
     for term in rest[1:]:
         target.add_(term)
-
-
-class AllReduce:
-    """All-reduce in flight, started by `start_all_reduce`."""
-
-    def __init__(self, wait: Callable[[], object] | None = None) -> None:
-        self._wait = wait
-
-    def wait(self) -> None:
-        """Wait until the tensor holds the sum.
-
-        Raises:
-            RankFailedError: A rank is lost or too late; the message names it.
-        """
-        if self._wait is not None:
-            self._wait()
-            self._wait = None
 
 
 def start_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> AllReduce:

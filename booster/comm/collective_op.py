@@ -1,4 +1,7 @@
-"""One collective or message: tag, byte count, fault injection, readable errors."""
+"""One collective or message: tag, byte count, fault injection, readable errors.
+
+Every wait raises `RankFailedError` if a rank is lost or too late; the message names it.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +47,14 @@ class CommunicationCount:
     sent: Counter[str] = field(default_factory=Counter)
     received: Counter[str] = field(default_factory=Counter)
 
+    def on_start(self, operation: CollectiveOp, sent: int, received: int) -> None:
+        with _observers_lock:
+            self.calls[operation.name] += 1
+            self.sent[operation.name] += sent
+            self.received[operation.name] += received
 
-# An immutable tuple, replaced as a whole: other threads read the old one or the new one.
-_attached: tuple[CommunicationCount, ...] = ()
-_counter_lock = threading.Lock()
+    def on_end(self, operation: CollectiveOp) -> None:
+        pass
 
 
 @contextmanager
@@ -56,26 +63,17 @@ def count_communication() -> Iterator[CommunicationCount]:
 
     Blocks may be nested; each counts everything inside of it. No communication.
     """
-    global _attached
     count = CommunicationCount()
-    with _counter_lock:
-        _attached = (*_attached, count)
-    try:
+    with observe_communication(count):
         yield count
-    finally:
-        with _counter_lock:
-            _attached = tuple(other for other in _attached if other is not count)
 
 
-def record(name: str, *, calls: int = 1, sent: int = 0, received: int = 0) -> None:
-    """Add to all active counts."""
-    if not _attached:
-        return
-    with _counter_lock:
-        for count in _attached:
-            count.calls[name] += calls
-            count.sent[name] += sent
-            count.received[name] += received
+def record_received(num_bytes: int) -> None:
+    """Count the bytes of a message that is being received, whose size was unknown at its start."""
+    for observer in _observers:
+        if isinstance(observer, CommunicationCount):
+            with _observers_lock:
+                observer.received["receive"] += num_bytes
 
 
 class CommunicationObserver(Protocol):
@@ -88,19 +86,21 @@ class CommunicationObserver(Protocol):
         """This rank has waited for the operation, or has run it itself."""
 
 
-_observers: tuple[CommunicationObserver, ...] = ()  # replaced as a whole, as `_attached` is
+# An immutable tuple, replaced as a whole: other threads read the old one or the new one.
+_observers: tuple[CommunicationObserver, ...] = ()
+_observers_lock = threading.Lock()
 
 
 @contextmanager
 def observe_communication(observer: CommunicationObserver) -> Iterator[None]:
     """Notify the observer of the start and the end of each operation in the block. No communication."""
     global _observers
-    with _counter_lock:
+    with _observers_lock:
         _observers = (*_observers, observer)
     try:
         yield
     finally:
-        with _counter_lock:
+        with _observers_lock:
             _observers = tuple(other for other in _observers if other is not observer)
 
 
@@ -162,21 +162,13 @@ class CollectiveOp:
             return _check_in_group(dist.irecv(tensor, src=peer, group=self.group, tag=tag))
 
     def wait(self, work: dist.Work) -> None:
-        """Wait for one `Work` of the operation, at most for the group's timeout.
-
-        Raises:
-            RankFailedError: A rank is lost or too late; the message names it.
-        """
+        """Wait for one `Work` of the operation, at most for the group's timeout."""
         with self.waiting():
             limit = p2p_timeout(self.group)
             work.wait() if limit is None else work.wait(limit)
 
     def memory_for(self, tensor: torch.Tensor) -> GroupMemory | None:
-        """Return the shared memory for this collective, or None if the group's backend is used.
-
-        Raises:
-            RankFailedError: A rank is lost or too late in the group's choice of a transport.
-        """
+        """Return the shared memory for this collective, or None if the group's backend is used."""
         with self.translate_errors():
             return memory_of(self.group, tensor)
 
@@ -196,9 +188,6 @@ class CollectiveOp:
             by_backend: Implementation for groups without shared memory.
             by_messages: Implementation by point-to-point messages, optional; used for small tensors over gloo, see Note
                 [Small collectives].
-
-        Raises:
-            RankFailedError: A rank is lost or too late; the message names it.
         """
         group_memory = self.memory_for(tensor)
         if group_memory is not None:
@@ -219,24 +208,14 @@ class CollectiveOp:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Context of a wait for other ranks outside of shared memory.
-
-        Pending work through shared memory is run first, see `booster.comm.pending_work`.
-
-        Raises:
-            RankFailedError: A rank is lost or too late; the message names it.
-        """
+        """Context of a wait for other ranks outside of shared memory; runs pending work in it first."""
         flush_pending()
         with self.ending():
             yield
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """Context of the wait that ends the operation, or of the work that this rank does for it.
-
-        Raises:
-            RankFailedError: A rank is lost or too late; the message names it.
-        """
+        """Context of the wait that ends the operation, or of the work that this rank does for it."""
         with self.translate_errors():
             yield
         for observer in _observers:
@@ -264,7 +243,7 @@ def start_op(
         name: Name of the operation, one of `fault_injection.OPERATIONS`.
         group: Process group, None for the world.
         sent: Bytes that this rank sends.
-        received: Bytes that it receives; those of a message of unknown size are recorded when it is known.
+        received: Bytes that it receives; of a message of unknown size by `record_received` when it is known.
         peer: Global rank of the other end of a message, None for collectives.
 
     Raises:
@@ -272,7 +251,6 @@ def start_op(
     """
     check_not_released(group)
     maybe_inject_fault(name)
-    record(name, sent=sent, received=received)
     with _numbers_lock:
         numbers = _numbers.setdefault(group or _get_default_group(), Counter())
         numbers[name, peer] += 1

@@ -111,7 +111,6 @@ class FakeReplicas:
         self.held: dict[str, set[Hashable]] = {axis: set() for axis in axis_sizes}
 
     def neighbor(self, axis: str) -> int:
-        """Return the next rank along an axis."""
         step, size = self._axes[axis]
         index = self._rank // step % size
         return self._rank + ((index + 1) % size - index) * step
@@ -208,7 +207,6 @@ class FakeHeaders:
         self._sent[sender, receiver] = []
 
     def send(self, sender: int, receiver: int, header: bytes) -> None:
-        """Record a header."""
         self._sent[sender, receiver].append(header)
         self._last = header
 

@@ -1,4 +1,7 @@
-"""Point-to-point messages: into an existing tensor, or with a header of shape and dtype."""
+"""Point-to-point messages: into an existing tensor, or with a header of shape and dtype.
+
+Functions that start or wait for a message raise `RankFailedError` if the other rank is lost or too late.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import torch.distributed as dist
 
 from booster.errors import ConfigError
 
-from .collective_op import CollectiveOp, record, start_op
+from .collective_op import CollectiveOp, record_received, start_op
 from .collectives import collective_device, global_rank_of, group_rank, group_size, tensor_of_bytes
 from .fake import fake_headers, is_fake_world
 
@@ -29,39 +32,27 @@ _HEADER_NUMEL = 2 + _MAX_DIMS
 
 
 def send(tensor: torch.Tensor, receiver: int, group: dist.ProcessGroup) -> None:
-    """Send a CPU tensor to a rank of the group, and return when it may be changed.
-
-    Raises:
-        RankFailedError: The receiver is lost or too late.
-    """
+    """Send a CPU tensor to a rank of the group, and return when it may be changed."""
     operation = _begin("send", receiver, group, sent=tensor.nbytes)
     operation.wait(operation.send_to(tensor, receiver, operation.tag))
 
 
 def receive(tensor: torch.Tensor, sender: int, group: dist.ProcessGroup) -> None:
-    """Receive a CPU tensor of equal size that a rank of the group sends by `send`.
-
-    Raises:
-        RankFailedError: The sender is lost or too late.
-    """
+    """Receive a CPU tensor of equal size that a rank of the group sends by `send`."""
     operation = _begin("receive", sender, group, received=tensor.nbytes)
     operation.wait(operation.receive_from(tensor, sender, operation.tag))
 
 
 @dataclass(slots=True, eq=False)
-class TensorSend:
-    """Send in flight, started by `start_send_tensor`."""
+class InFlight:
+    """Messages of one operation in flight, such as the send that `start_send_tensor` started."""
 
     _operation: CollectiveOp
     _works: Sequence[dist.Work]
-    _buffers: Sequence[torch.Tensor]  # must live until they are sent
+    _buffers: Sequence[torch.Tensor]  # must live until they are sent or received
 
     def wait(self) -> None:
-        """Wait until the receiver has the tensor, and it may be changed.
-
-        Raises:
-            RankFailedError: The receiver is lost or too late.
-        """
+        """Wait until the receiver has what is sent, and it may be changed."""
         for work in self._works:
             self._operation.wait(work)
         self._works, self._buffers = (), ()
@@ -78,17 +69,13 @@ class TensorReceive:
     _tensor: torch.Tensor | None = None
 
     def wait(self) -> torch.Tensor:
-        """Wait for the tensor and return it, contiguous, on the backend's device.
-
-        Raises:
-            RankFailedError: The sender is lost or too late.
-        """
+        """Wait for the tensor and return it, contiguous, on the backend's device."""
         if self._tensor is None:
             operation = self._operation
             operation.wait(self._work)
             dtype, num_dims, *shape = self._header.tolist()
             tensor = torch.empty(shape[:num_dims], dtype=_DTYPES[dtype], device=self._header.device)
-            record("receive", calls=0, received=tensor.nbytes)
+            record_received(tensor.nbytes)
             if tensor.numel():
                 as_bytes = tensor.view(-1).view(torch.uint8)
                 operation.wait(operation.receive_from(as_bytes, self._sender, operation.tag))
@@ -105,15 +92,11 @@ def send_tensor(tensor: torch.Tensor, receiver: int, group: dist.ProcessGroup | 
 
 
 def receive_tensor(sender: int, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Return the tensor, of any shape and dtype, that a rank of the group sends by `send_tensor`.
-
-    Raises:
-        RankFailedError: The sender is lost or too late.
-    """
+    """Return the tensor, of any shape and dtype, that a rank of the group sends by `send_tensor`."""
     return start_receive_tensor(sender, group).wait()
 
 
-def start_send_tensor(tensor: torch.Tensor, receiver: int, group: dist.ProcessGroup | None = None) -> TensorSend:
+def start_send_tensor(tensor: torch.Tensor, receiver: int, group: dist.ProcessGroup | None = None) -> InFlight:
     """Start sending a tensor of any dtype and up to 16 dimensions; it must not be changed until `wait` returns.
 
     Args:
@@ -123,7 +106,6 @@ def start_send_tensor(tensor: torch.Tensor, receiver: int, group: dist.ProcessGr
 
     Raises:
         ConfigError: The tensor is sparse or quantized or has too many dimensions, or the receiver is this rank.
-        RankFailedError: The receiver is lost.
     """
     header = _header_of(tensor)
     operation = _begin("send", receiver, group, sent=tensor.nbytes)
@@ -133,7 +115,7 @@ def start_send_tensor(tensor: torch.Tensor, receiver: int, group: dist.ProcessGr
     if tensor.numel():
         buffers.append(_payload(tensor, device))
         works.append(operation.send_to(buffers[1], receiver, operation.tag))
-    return TensorSend(operation, works, buffers)
+    return InFlight(operation, works, buffers)
 
 
 def start_receive_tensor(sender: int, group: dist.ProcessGroup | None = None) -> TensorReceive:
@@ -145,7 +127,6 @@ def start_receive_tensor(sender: int, group: dist.ProcessGroup | None = None) ->
 
     Raises:
         ConfigError: The sender is this rank.
-        RankFailedError: The sender is lost.
     """
     operation = _begin("receive", sender, group)
     header = torch.empty(_HEADER_NUMEL, dtype=torch.int64, device=collective_device(group))
@@ -198,25 +179,10 @@ class TensorMeta:
 
 
 @dataclass(frozen=True, slots=True)
-class _TensorInFlight:
-    """Tensor in flight; `tensor` must live until the wait returns."""
-
-    operation: CollectiveOp
-    work: dist.Work
-    tensor: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _SentMessage:
-    tensors: Sequence[_TensorInFlight]
-    header: TensorSend | None
-
-
-@dataclass(frozen=True, slots=True)
 class _ReceivedMessage:
     header: bytes | None
     tensors: list[torch.Tensor]
-    works: Sequence[_TensorInFlight]
+    in_flight: Sequence[InFlight]
 
 
 class SendChannel:
@@ -236,12 +202,7 @@ class SendChannel:
         self._group = group
         if is_fake_world():
             fake_headers.open(group_rank(), global_rank_of(receiver, group))
-        self._messages: deque[_SentMessage] = deque()
-
-    @property
-    def num_in_flight(self) -> int:
-        """Number of messages in flight."""
-        return len(self._messages)
+        self._messages: deque[list[InFlight]] = deque()
 
     def send(self, tensors: Sequence[torch.Tensor], header: bytes | None = None) -> None:
         """Start sending a message; its tensors must not be changed until `wait` or `finish` has waited for it.
@@ -252,7 +213,6 @@ class SendChannel:
 
         Raises:
             ConfigError: A tensor is not dense.
-            RankFailedError: The receiver is lost.
         """
         device = collective_device(self._group)
         for tensor in tensors:
@@ -262,39 +222,27 @@ class SendChannel:
                     " one"
                 )
         payloads = [_payload(tensor, device) for tensor in tensors]
-        ahead = None
+        started = []
         if header is not None and is_fake_world():
             fake_headers.send(group_rank(), global_rank_of(self._receiver, self._group), header)
         elif header is not None:
-            ahead = start_send_tensor(tensor_of_bytes(header), self._receiver, self._group)
-        peer, started = global_rank_of(self._receiver, self._group), []
+            started.append(start_send_tensor(tensor_of_bytes(header), self._receiver, self._group))
+        peer = global_rank_of(self._receiver, self._group)
         for payload in payloads:
             if payload.numel():
                 operation = start_op("send", self._group, sent=payload.nbytes, peer=peer)
                 work = operation.send_to(payload, self._receiver, operation.tag)
-                started.append(_TensorInFlight(operation, work, payload))
-        self._messages.append(_SentMessage(started, ahead))
+                started.append(InFlight(operation, [work], [payload]))
+        self._messages.append(started)
 
     def wait(self) -> None:
-        """Wait for all messages.
-
-        Raises:
-            RankFailedError: The receiver is lost or too late.
-        """
         self.finish(len(self._messages))
 
     def finish(self, count: int) -> None:
-        """Wait for the `count` oldest messages, which the receiver must have started to receive.
-
-        Raises:
-            RankFailedError: The receiver is lost or too late.
-        """
+        """Wait for the `count` oldest messages, which the receiver must have started to receive."""
         for _ in range(min(count, len(self._messages))):
-            message = self._messages[0]  # kept if the wait fails: gloo may still read its tensors
-            if message.header is not None:
-                message.header.wait()
-            for one in message.tensors:
-                one.operation.wait(one.work)
+            for one in self._messages[0]:  # kept if the wait fails: gloo may still read its tensors
+                one.wait()
             self._messages.popleft()
 
 
@@ -343,9 +291,6 @@ class RecvChannel:
 
         Args:
             count: Number of the expected messages, from the first, including those started already.
-
-        Raises:
-            RankFailedError: The sender is lost.
         """
         while len(self._messages) < min(count, len(self._descriptions)):
             specs = self._descriptions[len(self._messages)]()
@@ -359,11 +304,7 @@ class RecvChannel:
         return len(self._messages)
 
     def start(self, index: int) -> None:
-        """Start receiving the messages up to this index; wait for headers of unknown shapes.
-
-        Raises:
-            RankFailedError: The sender is lost or too late.
-        """
+        """Start receiving the messages up to this index; wait for headers of unknown shapes."""
         while len(self._messages) <= index:
             self.post_recvs(index + 1)
             if len(self._messages) <= index:
@@ -378,16 +319,13 @@ class RecvChannel:
 
         Returns:
             The header, if it has one, and contiguous tensors on the backend's device.
-
-        Raises:
-            RankFailedError: The sender is lost or too late.
         """
         self.start(index)
         message = self._messages[index]
         if message is None:
             raise AssertionError(f"rank {dist.get_rank()} takes message {index} for the second time")
-        for one in message.works:
-            one.operation.wait(one.work)
+        for one in message.in_flight:
+            one.wait()
         self._messages[index] = None
         return message.header, message.tensors
 
@@ -400,12 +338,10 @@ class RecvChannel:
     def _start(self, header: bytes | None, specs: Sequence[TensorMeta]) -> _ReceivedMessage:
         device, peer = collective_device(self._group), global_rank_of(self._sender, self._group)
         tensors = [torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in specs]
-        works = []
+        in_flight = []
         for tensor in tensors:
             if tensor.numel():
                 operation = start_op("receive", self._group, received=tensor.nbytes, peer=peer)
-                as_bytes = tensor.view(-1).view(torch.uint8)
-                works.append(
-                    _TensorInFlight(operation, operation.receive_from(as_bytes, self._sender, operation.tag), tensor)
-                )
-        return _ReceivedMessage(header, tensors, works)
+                work = operation.receive_from(tensor.view(-1).view(torch.uint8), self._sender, operation.tag)
+                in_flight.append(InFlight(operation, [work], [tensor]))
+        return _ReceivedMessage(header, tensors, in_flight)

@@ -62,11 +62,7 @@ class PendingWork:
         _pending.operations.append(self)
 
     def wait(self) -> None:
-        """Run everything that was started before it, and then itself; return at once if it has run.
-
-        Raises:
-            RankFailedError: A rank is lost or too late, in this operation or one before it.
-        """
+        """Run everything that was started before it, and then itself; return at once if it has run."""
         if not self.is_done:
             flush_pending(self)
             self._run_in_order()
@@ -88,11 +84,7 @@ class PendingWork:
 
 
 def flush_pending(last: PendingWork | None = None) -> None:
-    """Run this thread's pending work, up to an operation, by default all.
-
-    Raises:
-        RankFailedError: A rank is lost or too late.
-    """
+    """Run this thread's pending work, up to an operation, by default all."""
     pending = _pending.operations
     while pending and (last is None or not last.is_done):
         pending.popleft()._run_in_order()

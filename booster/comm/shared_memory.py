@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import struct
 import sys
@@ -12,7 +13,6 @@ import threading
 from collections import deque
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import _get_default_group
 
 from booster.errors import ConfigError
 from booster.fault_tolerance.collective_errors import abort_callbacks
+from booster.fault_tolerance.heartbeat import host_id
 from booster.fault_tolerance.timeouts import timeout_callbacks
 from booster.kernels.shared_memory import MAX_RANKS, SharedMemory, SharedMemoryHandle, is_available
 from booster.logger import get_dist_logger
@@ -39,8 +40,8 @@ VARIABLE = "BOOSTER_SHARED_MEMORY"
 _SETTINGS = {"": True, "on": True, "auto": True, "1": True, "off": False, "0": False}
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
-# is it enabled, host, namespace of process ids (device, inode), user; process id, file, key, bytes per rank
-_RECORD = struct.Struct("<?36sQQQqqQQ")
+# is it enabled, host, user; process id, file, key, bytes per rank
+_RECORD = struct.Struct("<?32sQqqQQ")
 _NO_FILE = -1
 
 # torch 2.13 renamed it and warns at each call of the old name.
@@ -153,12 +154,12 @@ def _choose(group: dist.ProcessGroup) -> GroupMemory | None:
     records = _all_gather_bytes(record, group)
     fields = [_RECORD.unpack(one) for one in records]
     is_wanted_by_all = all(one[0] for one in fields)
-    is_one_host = len({one[1:5] for one in fields}) == 1
-    if not (is_wanted_by_all and is_one_host and fields[0][6] != _NO_FILE):
+    is_one_host = len({one[1:3] for one in fields}) == 1
+    if not (is_wanted_by_all and is_one_host and fields[0][4] != _NO_FILE):
         return None
     if memory is None:
         try:
-            ticket = SharedMemoryHandle(*fields[0][5:])
+            ticket = SharedMemoryHandle(*fields[0][3:])
             memory = SharedMemory.attach(ticket, size, dist.get_rank(group), _timeout_seconds(group))
         except RuntimeError as error:
             _warn(str(error))
@@ -184,14 +185,8 @@ def _create(group: dist.ProcessGroup, size: int) -> tuple[SharedMemory | None, b
         except RuntimeError as error:
             _warn(str(error))
     address = ticket.process_id, ticket.file_number, ticket.key, ticket.slot_bytes
-    return memory, _RECORD.pack(True, *_host(), *address)
-
-
-def _host() -> tuple[bytes, int, int, int]:
-    """Return an identifier that processes share only if they can open each other's memory."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
-    namespace = os.stat("/proc/self/ns/pid")
-    return boot_id, namespace.st_dev, namespace.st_ino, os.geteuid()
+    # Processes of one host and user can open each other's memory.
+    return memory, _RECORD.pack(True, hashlib.sha256(host_id().encode()).digest(), os.geteuid(), *address)
 
 
 def _all_gather_bytes(local: bytes, group: dist.ProcessGroup) -> list[bytes]:

@@ -315,11 +315,7 @@ class RankStore:
         self._rank = dist.get_rank() if self._num_ranks > 1 else 0
 
     def set(self, value: str) -> None:
-        """Set this rank's value.
-
-        Raises:
-            RuntimeError: The process that serves the store has ended.
-        """
+        """Set this rank's value. Raises RuntimeError if the process that serves the store has ended."""
         self._store.set(str(self._rank), value)
 
     def delete(self) -> None:

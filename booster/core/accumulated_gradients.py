@@ -66,11 +66,7 @@ class AccumulationCounters:
 
     @classmethod
     def from_plain(cls, plain: Any) -> AccumulationCounters:
-        """Return the counters of a result of `to_plain`.
-
-        Raises:
-            CheckpointError: The values are malformed.
-        """
+        """Return the counters of a result of `to_plain`; raise `CheckpointError` if the values are malformed."""
         names = [field.name for field in fields(cls)]
         given = {"data_rank": None, **plain} if isinstance(plain, dict) else {}  # older files have no data_rank
         if _STORED_NUM_MICROBATCHES in given:
@@ -186,7 +182,6 @@ class AccumulatedGradients:
 
     @property
     def num_data_ranks(self) -> int:
-        """Number of data ranks."""
         return group_size(self.optimizer.data_parallel_group)
 
     def data_ranks_of(self, name: str) -> Sequence[int]:
@@ -200,7 +195,6 @@ class AccumulatedGradients:
         return [part for name, one in own for part in shard_spec_of(parameters[name]).slices(name, one.contiguous())]
 
     def counts(self) -> AccumulationCounters:
-        """Return the counters of the gradients."""
         accumulation = self.optimizer.accumulation
         is_shown = accumulation.grad_factor != 1.0  # they are the mean already
         return AccumulationCounters(

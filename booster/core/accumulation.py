@@ -50,7 +50,6 @@ class UnscaleFactors:
 
     @torch.no_grad()
     def apply_to(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Multiply the gradients in place."""
         if self.grad_scale != 1.0:
             multiply(gradients, self.grad_scale)
         if self.clip_coef is not None:

@@ -97,7 +97,6 @@ class MeasuredLayers(ActivationPolicy):
         return {name: one.cost for name, one in self._measured.items() if one.cost.num_live}
 
     def run(self, layer: nn.Module, forward: Callable[..., Any], *args: Any) -> Any:
-        """Run the layer, measure it, and keep its inputs only."""
         measured = self._measured[layer.__dict__[LAYER_NAME]]
         self._num_run += 1
         measured.cost.position = measured.cost.position or self._num_run

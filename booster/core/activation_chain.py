@@ -75,7 +75,6 @@ class Chain:
     offloads_inputs: bool = False
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` without stages."""
         if not self.stages:
             raise ValueError("a chain has at least one stage")
 
@@ -137,6 +136,12 @@ def smallest_schedule(chain: Chain) -> ChainSolution:
 def stages_of(items: Items) -> tuple[int, ...]:
     """Return the stages of a schedule, in order."""
     return tuple(stage for item in items for stage in ((item,) if isinstance(item, int) else stages_of(item)))
+
+
+def restricted(items: Items, start: int, end: int) -> Items:
+    """Return a schedule without the stages before `start` and from `end` on, counted from `start`."""
+    moved = (item - start if isinstance(item, int) else restricted(item, start, end) for item in items)
+    return tuple(one for one in moved if (0 <= one < end - start if isinstance(one, int) else one))
 
 
 def schedule_time(stages: Sequence[ChainStage], items: Items) -> float:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -15,30 +16,26 @@ from booster.comm.fake import offloaded_memory
 _MIN_BYTES = 1024  # a smaller tensor costs more to copy than to keep
 
 
-class Packed(Protocol):
-    """A tensor saved for backward."""
-
-    def unpack(self) -> torch.Tensor:
-        """Return the tensor."""
-        ...
+Packed = Callable[[], torch.Tensor]
+"""A tensor saved for backward, as a function that returns it."""
 
 
-class Kept:
-    """A tensor that stays on its device. torch checks versions of saved tensors only without hooks."""
+def keep(tensor: torch.Tensor, held: object = None) -> Packed:
+    """Save a tensor that stays on its device; reading it raises `RuntimeError` if it was modified in place.
 
-    def __init__(self, tensor: torch.Tensor, held: object = None) -> None:
-        self._tensor = tensor.detach()  # an operator's output would otherwise keep its own graph alive
-        self._version = tensor._version
-        self._held = held
+    torch checks versions of saved tensors only without hooks.
 
-    def unpack(self) -> torch.Tensor:
-        """Return the tensor.
+    Args:
+        tensor: The tensor.
+        held: Object to reference as long as the tensor is saved, optional.
+    """
+    # Detached, as an operator's output would otherwise keep its own graph alive.
+    return partial(_unchanged, tensor.detach(), tensor._version, held)
 
-        Raises:
-            RuntimeError: It was modified in place.
-        """
-        _check_version(self._tensor, self._version)
-        return self._tensor
+
+def _unchanged(tensor: torch.Tensor, version: int, held: object) -> torch.Tensor:
+    _check_version(tensor, version)
+    return tensor
 
 
 def _check_version(tensor: torch.Tensor, version: int) -> None:
@@ -49,14 +46,8 @@ def _check_version(tensor: torch.Tensor, version: int) -> None:
         )
 
 
-class _PackedByOthers:
-    """A tensor left to the saved-tensor hooks around these."""
-
-    def __init__(self, packed: Any, unpack: Callable[[Any], torch.Tensor], held: object) -> None:
-        self._packed, self._unpack, self._held = packed, unpack, held
-
-    def unpack(self) -> torch.Tensor:
-        return self._unpack(self._packed)
+def _by_others(unpack: Callable[[Any], torch.Tensor], packed: Any, held: object) -> torch.Tensor:
+    return unpack(packed)
 
 
 @contextmanager
@@ -76,14 +67,10 @@ def packing(pack: Callable[[torch.Tensor], Packed | None], held: object = None) 
         packed = pack(tensor)
         if packed is not None:
             return packed
-        return Kept(tensor, held) if outer is None else _PackedByOthers(outer[0](tensor), outer[1], held)
+        return keep(tensor, held) if outer is None else partial(_by_others, outer[1], outer[0](tensor), held)
 
-    with torch.autograd.graph.saved_tensors_hooks(pack_hook, _unpack):
+    with torch.autograd.graph.saved_tensors_hooks(pack_hook, lambda packed: packed()):
         yield
-
-
-def _unpack(packed: Packed) -> torch.Tensor:
-    return packed.unpack()
 
 
 class ActivationOffload:
@@ -116,16 +103,15 @@ class ActivationOffload:
         if is_on_host or tensor.nbytes < _MIN_BYTES:
             return None
         if is_fake_world():
-            return _FakeOnHost(tensor)
+            with offloaded_memory():  # counts as the host's
+                return partial(torch.empty_like, torch.empty_like(tensor.detach()))
         before = None if self._last is None else self._last()
-        offloaded = _OnHost(tensor, self._streams_of(tensor.device), before)
-        self._last = weakref.ref(offloaded)
-        return offloaded
-
-    def _streams_of(self, device: torch.device) -> tuple[torch.Stream, torch.Stream]:
+        device = tensor.device
         if device not in self._streams:
             self._streams[device] = (torch.Stream(device=device), torch.Stream(device=device))
-        return self._streams[device]
+        offloaded = _OnHost(tensor, self._streams[device], before)
+        self._last = weakref.ref(offloaded)
+        return offloaded
 
 
 class _OnHost:
@@ -163,7 +149,7 @@ class _OnHost:
             self._fetched.copy_(self._host, non_blocking=True)
         self._is_on_device = self._to_device.record_event()
 
-    def unpack(self) -> torch.Tensor:
+    def __call__(self) -> torch.Tensor:
         """Return the activation on its device, and start the copy of the one before.
 
         Raises:
@@ -182,16 +168,3 @@ class _OnHost:
         if before is not None:
             before.start_fetch()
         return fetched
-
-
-class _FakeOnHost:
-    """An activation without values, whose memory counts as the host's."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._device = tensor.device
-        with offloaded_memory():
-            self._host = torch.empty_like(tensor.detach())
-
-    def unpack(self) -> torch.Tensor:
-        """Return a tensor on the device."""
-        return torch.empty_like(self._host)

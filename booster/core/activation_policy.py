@@ -83,7 +83,6 @@ class RecomputeLayers(ActivationPolicy):
     """Layers keep their inputs and are recomputed."""
 
     def run(self, layer: nn.Module, forward: _Function, *args: Any) -> Any:
-        """Run the layer and keep its inputs only."""
         return self.recompute(forward, *args)
 
 
@@ -97,7 +96,6 @@ class RecomputeCheapOperations(ActivationPolicy):
     purpose = BY_OPERATION
 
     def run(self, layer: nn.Module, forward: _Function, *args: Any) -> Any:
-        """Run the layer under torch's selective checkpointing."""
         return checkpoint(forward, *args, use_reentrant=False, context_fn=_selective_contexts)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from booster.errors import ConfigError
 from booster.pytree import iter_tensors
 
-from .activation_chain import Items
+from .activation_chain import Items, restricted
 from .activation_offload import ActivationOffload
 from .activation_policy import LAYER_NAME, ActivationPolicy
 from .activation_segments import SegmentForward, chained_argument, first_tensor
@@ -53,19 +53,11 @@ class ActivationSchedule:
     @classmethod
     def of_chain(cls, items: Items, names: Sequence[str]) -> ActivationSchedule:
         """Return the schedule of a chain's stages of these names."""
-
-        def named(items: Items) -> tuple[ScheduleItem, ...]:
-            return tuple(names[item] if isinstance(item, int) else named(item) for item in items)
-
-        return cls(named(items))
+        return cls(_mapped(items, names.__getitem__, tuple))
 
     def to_json(self) -> list[Any]:
         """Return nested lists of names."""
-
-        def lists(items: tuple[ScheduleItem, ...]) -> list[Any]:
-            return [item if isinstance(item, str) else lists(item) for item in items]
-
-        return lists(self.items)
+        return _mapped(self.items, str, list)  # type: ignore[no-any-return]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -155,11 +147,10 @@ class ScheduledLayers:
             names = names_of(item)
             if len(names) == 1:
                 self._single.add(names[0])
-            indices = {name: index for index, name in enumerate(names)}
-            self._places |= {name: _Place(names, index, _indexed(item, indices)) for name, index in indices.items()}
+            indices = _mapped(item, names.index, tuple)
+            self._places |= {name: _Place(names, index, indices) for index, name in enumerate(names)}
 
     def run(self, name: str, forward: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """Run the forward of a layer."""
         if name in self._single:
             return self._recompute(forward, *args)
         place = self._places.get(name)
@@ -171,7 +162,8 @@ class ScheduledLayers:
             chained = chained_argument(args, opened.output)
         if chained is None:
             self._check_begins(place, args, opened)
-            opened = _Open(SegmentForward(_moved(place.items, place.index), self._offload), place.names, 0, None)
+            items = restricted(place.items, place.index, len(place.names))
+            opened = _Open(SegmentForward(items, self._offload), place.names, 0, None)
         assert opened is not None
         output = opened.forward.run(forward, args, chained)
         if place.index + 1 < len(place.names):
@@ -231,18 +223,12 @@ class RecomputeBySchedule(ActivationPolicy):
             )
 
     def run(self, layer: nn.Module, forward: Callable[..., Any], *args: Any) -> Any:
-        """Run the layer as its item says."""
         return self._layers.run(layer.__dict__[LAYER_NAME], forward, args)
 
 
-def _indexed(items: tuple[ScheduleItem, ...], indices: dict[str, int]) -> Items:
-    return tuple(indices[item] if isinstance(item, str) else _indexed(item, indices) for item in items)
-
-
-def _moved(items: Items, by: int) -> Items:
-    """Return a schedule of indices from `by` on, counted from there."""
-    moved = (item - by if isinstance(item, int) else _moved(item, by) for item in items)
-    return tuple(item for item in moved if item != () and not (isinstance(item, int) and item < 0))
+def _mapped(items: Sequence[Any], function: Callable[[Any], Any], kind: type) -> Any:
+    """Return nested sequences of a kind, with a function of each name or index of `items`."""
+    return kind(_mapped(one, function, kind) if isinstance(one, tuple) else function(one) for one in items)
 
 
 def _parse(value: Any, given: Any) -> tuple[ScheduleItem, ...]:

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from booster.pytree import iter_tensors
 
-from .activation_chain import Item, Items, stages_of
-from .activation_offload import ActivationOffload, Kept, Packed
+from .activation_chain import Items, restricted, stages_of
+from .activation_offload import ActivationOffload, Packed, keep
 
 # Note [Segments]
 # The model's own forward calls the layers of a segment. Each runs as always, but a hook replaces every tensor that it
@@ -48,11 +48,7 @@ class _Handle:
         self.tensor: torch.Tensor | None = None
 
     def fill(self, tensor: torch.Tensor) -> None:
-        """Set the tensor.
-
-        Raises:
-            RuntimeError: The replay differs from the forward.
-        """
+        """Set the tensor; raise `RuntimeError` if the replay differs from the forward."""
         if _metadata(tensor) != self._metadata:
             raise RuntimeError(
                 f"a recomputed layer saved a tensor of {_metadata(tensor)} in place of {self._metadata}: its forward"
@@ -147,7 +143,7 @@ class SegmentForward:
         task = torch._C._current_graph_task_id()
         if self._task is None or task != self._task:  # a second backward over a retained graph begins anew
             self._task = task
-            items = _restricted(self._items, 0, len(self._calls))
+            items = restricted(self._items, 0, len(self._calls))
             self._sources = [_Source(0, None, items)] * len(self._calls)
             for call in self._calls:
                 for reference in call.handles:
@@ -159,12 +155,13 @@ class SegmentForward:
 
     def _pack(self, tensor: torch.Tensor) -> tuple[Packed, bool]:
         packed = self._offload.pack(tensor) if self._offload is not None and tensor.requires_grad else None
-        return packed or Kept(tensor), tensor.requires_grad
+        return packed or keep(tensor), tensor.requires_grad
 
     def _replay(self, source: _Source) -> None:
         value = source.value
         with torch.enable_grad(), ExitStack() as stack:
-            stack.enter_context(_forked_rng(self._calls[source.first].state))
+            state = self._calls[source.first].state
+            stack.enter_context(torch.random.fork_rng(devices=state.devices, device_type=state.device_type))
             for item in source.items:
                 stages = stages_of((item,))
                 is_last = stages[-1] == stages_of(source.items)[-1]
@@ -212,7 +209,7 @@ class SegmentForward:
             for position, kept in enumerate(self._inputs):
                 if kept is not None:
                     packed, requires_grad = kept
-                    args[position] = packed.unpack().detach().requires_grad_(requires_grad)
+                    args[position] = packed().detach().requires_grad_(requires_grad)
         with call.state.restored():
             return first_tensor(call.function(*args))
 
@@ -251,12 +248,6 @@ class _CallState:
             yield
 
 
-@contextmanager
-def _forked_rng(state: _CallState) -> Iterator[None]:
-    with torch.random.fork_rng(devices=state.devices, device_type=state.device_type):
-        yield
-
-
 def first_tensor(output: Any) -> torch.Tensor | None:
     """Return the first tensor of a layer's output, which the next layer takes."""
     return next(iter_tensors(output), None)
@@ -267,18 +258,6 @@ def chained_argument(args: Sequence[Any], previous: torch.Tensor | None) -> int 
     if previous is None:
         return None
     return next((index for index, one in enumerate(args) if one is previous), None)
-
-
-def _restricted(items: Items, start: int, end: int) -> Items:
-    """Return a schedule without the layers before `start` and from `end` on."""
-    found: list[Item] = []
-    for item in items:
-        if isinstance(item, int):
-            found += [item] if start <= item < end else []
-            continue
-        inner = _restricted(item, start, end)
-        found += [inner] if inner else []
-    return tuple(found)
 
 
 def _metadata(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -53,7 +53,6 @@ class EagerHook:
         self.hook = hook
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the hook, unless a graph is being traced."""
         return None if torch.compiler.is_compiling() else self.hook(*args, **kwargs)
 
 
@@ -135,22 +134,8 @@ def is_compiled_layer(module: nn.Module) -> bool:
 
 
 def _compiled_members(base: type[nn.Module], options: Mapping[str, Any], recomputes: bool) -> dict[str, Any]:
-    if recomputes:
-        return _recomputing_members(base, options)
-    compiled = torch.compile(base.forward, **options)
-
-    @functools.wraps(base.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not getattr(self, _IS_ENABLED):
-            return base.forward(self, *args, **kwargs)
-        return _run(compiled, self, args, kwargs)
-
-    return {"forward": forward, _IS_ENABLED: False}
-
-
-def _recomputing_members(base: type[nn.Module], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Members of a layer with selected operations, which torch.compile leaves out if it is not one graph."""
-    compiled = torch.compile(base.forward, **{**options, "fullgraph": True})
+    # With selected operations the layer must be one graph: torch.compile leaves them out of others.
+    compiled = torch.compile(base.forward, **{**options, "fullgraph": True} if recomputes else options)
     dynamo: Any = torch._dynamo  # type: ignore[attr-defined]
     # What a forward stores, as in `TensorParallelGroup.traced_copy`, needs no repetition in backward.
     settings = {_SKIPS: True} if hasattr(dynamo.config, _SKIPS) else {}
@@ -159,6 +144,8 @@ def _recomputing_members(base: type[nn.Module], options: Mapping[str, Any]) -> d
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not getattr(self, _IS_ENABLED):
             return base.forward(self, *args, **kwargs)
+        if not recomputes:
+            return _run(compiled, self, args, kwargs)
         try:
             with dynamo.config.patch(settings):
                 return _run(compiled, self, args, kwargs)

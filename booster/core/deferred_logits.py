@@ -146,7 +146,6 @@ class DeferredLogits(PartialLogits):
         return total.to(losses.dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Return a description without values."""
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod

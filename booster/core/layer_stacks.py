@@ -38,14 +38,10 @@ def stack_layer_of(name: str, stacks: tuple[tuple[str, ...], ...]) -> str | None
     return None
 
 
-def _no_members(base: Any) -> Mapping[str, Any]:
-    return {}
-
-
 def subclass_of(
     base: type[nn.Module],
     purpose: str,
-    make: _Make = _no_members,
+    make: _Make = lambda base: {},
     *,
     mixin: type[nn.Module] | None = None,
     prefix: str = "",

@@ -53,7 +53,6 @@ class _Call:
     autocast: tuple[str, torch.dtype, bool]
 
     def parameters(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return those of the tensors that are parameters."""
         kinds = (kind for kind in self.kinds if kind in (_PARAMETER, _TENSOR))
         return [one for one, kind in zip(tensors, kinds, strict=True) if kind == _PARAMETER]
 
@@ -137,7 +136,6 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype:
 
 @functools.cache
 def has_opaque_methods(kind: type[nn.Module]) -> bool:
-    """Whether a class has methods of `opaque_method`."""
     return any(hasattr(value, _IS_METHOD) for base in kind.__mro__ for value in vars(base).values())
 
 
@@ -284,13 +282,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(
-    grads: list[torch.Tensor | None],
-    parameters: list[torch.Tensor],
-    handle: torch.Tensor,
-    sizes: list[int],
-    key: str,
-) -> list[torch.Tensor]:
+def _(grads: Any, parameters: Any, handle: Any, sizes: list[int], key: str) -> list[torch.Tensor]:
     return [make() for make in _empty_gradients(sizes, key)]
 
 
@@ -355,7 +347,6 @@ class _SavedTensors:
         self.used = set(self._others)
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _SavedParameter:
-        """Return what is saved for a tensor."""
         pointer, storage = tensor.data_ptr(), _storage(tensor)
         for index, (start, stop) in enumerate(self._ranges):
             if start <= pointer < stop:

@@ -17,7 +17,7 @@ from booster.errors import CheckpointError
 
 from .accumulation import AccumulationState
 from .model_wrapper import ModelWrapper
-from .precision import LossScaler, MasterWeights
+from .precision import Fp32MasterWeights, LossScaler
 from .shard_aware import StateAllocator
 from .shard_spec import ShardSpec, TensorSlice, shard_spec_of
 
@@ -47,7 +47,6 @@ class TensorSpec:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -63,7 +62,7 @@ class StatefulOptimizer(Protocol):
     data_parallel_group: dist.ProcessGroup | None
     is_primary: bool
     loss_scaler: LossScaler | None
-    master_weights: MasterWeights | None
+    master_weights: Fp32MasterWeights | None
     num_skipped_steps: int
 
     @property
@@ -202,11 +201,7 @@ class OptimizerState:
         return [_as_stored(part, specs[part.name]) for part in self.slices() if part.name in specs]
 
     def _check_is_storable(self) -> None:
-        """Check that the optimizer keeps nothing outside of its groups and the states of its parameters.
-
-        Raises:
-            CheckpointError: It does, and a load would lose it.
-        """
+        """Raise `CheckpointError` if the optimizer keeps what a load would lose: beside groups and states."""
         optimizer = self.optimizer.optim
         others = [repr(key) for key in optimizer.state if not isinstance(key, torch.Tensor)]
         is_plain = type(optimizer).state_dict is Optimizer.state_dict or self._allocator is not None

@@ -30,7 +30,7 @@ from .accumulation import (
 )
 from .model_wrapper import ModelWrapper
 from .optimizer_state import OptimizerState
-from .precision import LossScaler, MasterWeights
+from .precision import Fp32MasterWeights, LossScaler
 from .shard_aware import FusedUpdate
 
 _NO_CONTEXT = nullcontext()
@@ -83,7 +83,7 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         self.data_parallel_group = data_parallel_group
         self.is_primary = is_primary
         self.loss_scaler: LossScaler | None = None
-        self.master_weights: MasterWeights | None = None
+        self.master_weights: Fp32MasterWeights | None = None
         self.step_was_skipped = False
         self.num_skipped_steps = 0
         self._num_steps = 0

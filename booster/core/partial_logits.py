@@ -258,7 +258,6 @@ class PartialLogits(torch.Tensor):
         return self.full_tensor()
 
     def __format__(self, specification: str) -> str:
-        """Return `repr(self)`."""
         return repr(self)
 
     @classmethod
@@ -287,8 +286,7 @@ class PartialLogits(torch.Tensor):
             if result is not NotImplemented:
                 return result
             args = (logits, *others)
-        full = functools.partial(_full_tensor_for, func)
-        args, kwargs = tree_map_only(PartialLogits, full, (tuple(args), kwargs))
+        args, kwargs = tree_map_only(PartialLogits, lambda one: one.full_tensor_for(func), (tuple(args), kwargs))
         return func(*args, **kwargs)
 
     @classmethod
@@ -307,7 +305,3 @@ class PartialLogits(torch.Tensor):
                 PartialLogits, lambda logits: logits.full_tensor().detach(), (tuple(args), dict(kwargs or {}))
             )
         return func(*args, **kwargs)
-
-
-def _full_tensor_for(function: Callable[..., Any], logits: PartialLogits) -> torch.Tensor:
-    return logits.full_tensor_for(function)

@@ -118,11 +118,7 @@ class Shards:
         group: Sharding group, None for the world.
         shapes: Shapes of the parameters by name; optional, defaults to those of `parts`.
 
-    Attributes:
-        parts: This rank's shards.
-        names: Names of all sharded parameters.
-        shapes: Shapes of the parameters by name.
-        group: Sharding group, None for the world.
+    All arguments are attributes.
     """
 
     def __init__(

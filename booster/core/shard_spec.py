@@ -227,20 +227,29 @@ class ShardSpec:
             primary: Whether this rank is the one that writes, among those that hold the same shard.
             shared: Value of `TensorSlice.shared`.
         """
-        if span is None:
-            span = (0, tensor.numel())
+        span = (0, tensor.numel()) if span is None else span
         if self.is_unsharded:
-            box = self.regions[0].logical
-            is_primary = primary and self.regions[0].is_primary
-            return [_slice_of(name, tensor, self.logical_shape, box, span, is_primary, shared)]
-        flat = tensor.view(-1)
-        found = []
-        for region in self.regions:
-            is_primary = primary and region.is_primary
-            for view, box in _overlaps(region, self.local_shape, flat, span):
-                size = (0, view.numel())
-                found.append(_slice_of(name, view, self.logical_shape, box, size, is_primary, shared))
-        return found
+            parts = [(self.regions[0], tensor, self.regions[0].logical, span)]
+        else:
+            flat = tensor.view(-1)
+            parts = [
+                (region, view, box, (0, view.numel()))
+                for region in self.regions
+                for view, box in _overlaps(region, self.local_shape, flat, span)
+            ]
+        return [
+            TensorSlice(
+                name=name,
+                dtype=part.dtype,
+                global_shape=self.logical_shape,
+                box=box,
+                span=span_of_box,
+                tensor=part,
+                primary=primary and region.is_primary,
+                shared=shared,
+            )
+            for region, part, box, span_of_box in parts
+        ]
 
     def holds_first(self, span: tuple[int, int] | None = None) -> bool:
         """Return whether a flat range of this rank's tensor, by default all, has the logical tensor's first element.
@@ -319,27 +328,6 @@ def _flat_index(index: Sequence[int], shape: Sequence[int]) -> int:
     for one, size in zip(index, shape, strict=True):
         position = position * size + one
     return position
-
-
-def _slice_of(
-    name: str,
-    tensor: torch.Tensor,
-    shape: tuple[int, ...],
-    box: Box,
-    span: tuple[int, int],
-    primary: bool,
-    shared: bool,
-) -> TensorSlice:
-    return TensorSlice(
-        name=name,
-        dtype=tensor.dtype,
-        global_shape=shape,
-        box=box,
-        span=span,
-        tensor=tensor,
-        primary=primary,
-        shared=shared,
-    )
 
 
 def _overlaps(

@@ -1,6 +1,6 @@
 """Data loading: equal shares for all ranks, a new order in every epoch, exact positions to save and restore."""
 
-from .dataloader import DistributedDataLoader, DistributedStreamLoader, active_loader
+from .dataloader import DistributedDataLoader, DistributedStreamLoader
 from .prepare import check_can_shard, prepare_dataloader, shard_dataloader
 from .sampler import DistributedBatchSampler
 
@@ -8,7 +8,6 @@ __all__ = [
     "DistributedBatchSampler",
     "DistributedDataLoader",
     "DistributedStreamLoader",
-    "active_loader",
     "check_can_shard",
     "prepare_dataloader",
     "shard_dataloader",

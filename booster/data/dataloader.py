@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from booster.errors import ConfigError
 from booster.fault_tolerance.progress import in_phase
+from booster.logger import log_rank_zero
 
 from .sampler import BatchPosition, EpochSampler
 from .stream import CollateShard, StreamPosition, StreamReader, StreamShard
@@ -30,12 +31,7 @@ from .worker_seeding import SeededDataset, WorkerInit
 def decode_state(
     state: Mapping[str, Any], expected: set[str], *, has_generator: bool
 ) -> tuple[Mapping[str, Any], torch.Tensor | None]:
-    """Validate a loader state; return it and the generator's state in it.
-
-    Raises:
-        ConfigError: Entries are missing, a position is not a non-negative int, or only one of state and loader has a
-            generator.
-    """
+    """Return a loader state and the generator's state in it; raise `ConfigError` if it is not one of such a loader."""
     missing = sorted(expected - set(state))
     if missing:
         raise ConfigError(
@@ -74,7 +70,6 @@ _active_iterations: list[weakref.ref[Iteration]] = []
 
 
 def register_iteration(iteration: Iteration) -> None:
-    """Register an iteration as the innermost one."""
     if _active_iterations and _active_iterations[-1]() is iteration:
         return
     unregister_iteration(iteration)
@@ -86,42 +81,24 @@ def unregister_iteration(iteration: Iteration) -> None:
     _active_iterations[:] = [ref for ref in _active_iterations if ref() is not None and ref() is not iteration]
 
 
-def active_iteration(loader: Any = None) -> Iteration | None:
-    """Return the innermost active iteration, optionally of the given loader or the given one itself, or None."""
-    for iteration in _innermost_first():
-        if loader is None or loader is iteration.loader or loader is iteration:
-            return iteration
+def active_position(loader: Any = None) -> BatchPosition | None:
+    """Return the position of the current batch of the innermost iteration, or None. Each rank has its own registry.
+
+    Args:
+        loader: Loader of the iteration, or the iteration itself; optional, defaults to any.
+    """
+    for ref in reversed(_active_iterations):
+        iteration = ref()
+        if iteration is not None and (loader is None or loader is iteration.loader or loader is iteration):
+            return iteration.position
     return None
 
 
-def active_position(loader: Any = None) -> BatchPosition | None:
-    """Return the position of the current batch of the innermost iteration, optionally of the given loader, or None.
-
-    Collective: no. Each rank has its own registry.
-    """
-    iteration = active_iteration(loader)
-    return None if iteration is None else iteration.position
-
-
-def active_loader() -> DistributedDataLoader[Any] | None:
-    """Return the loader of the innermost iteration that has one, or None.
-
-    Collective: no. Each rank has its own registry.
-    """
-    loaders = (iteration.loader for iteration in _innermost_first())
-    return next((loader for loader in loaders if loader is not None), None)
-
-
-def _innermost_first() -> list[Iteration]:
-    return [iteration for ref in reversed(_active_iterations) if (iteration := ref()) is not None]
-
-
-def log_once(text: str | None) -> None:
-    """Log the text on rank 0, unless it is None. No communication."""
-    if text is not None:
-        from booster.logger import get_dist_logger  # deferred: the logger initializes with the rank's environment
-
-        get_dist_logger("booster.data").info(text, ranks=[0])
+def log_uneven_end(sampler: EpochSampler, position: int = 0) -> None:
+    """Log on rank 0 what the ends of epochs repeat or drop, if anything. No communication."""
+    message = sampler.uneven_end_message(position)
+    if message is not None:
+        log_rank_zero(message, "booster.data")
 
 
 T_co = TypeVar("T_co", covariant=True)
@@ -411,12 +388,13 @@ class DistributedDataLoader(DataLoader[T_co]):
             cursor = Cursor(epoch=entries["epoch"], position=position, stream_state=entries.get("stream_state"))
         self._cursor = self._next = cursor
         if self._next.position:
-            log_once(sampler.uneven_end_message(self._next.position))
+            log_uneven_end(sampler, self._next.position)
         before, now = state.get("global_batch_size"), getattr(sampler, "global_batch_size", None)
         if None not in (before, now) and before != now:
-            log_once(
+            log_rank_zero(
                 f"the data continues with {now} samples in a batch of all ranks, and the checkpoint had {before}: a"
-                " step is another one than before, unless the number of accumulated batches makes up for it"
+                " step is another one than before, unless the number of accumulated batches makes up for it",
+                "booster.data",
             )
 
     def _has_ended(self, position: int) -> bool:
@@ -426,14 +404,14 @@ class DistributedDataLoader(DataLoader[T_co]):
     @property
     def is_last_batch(self) -> bool:
         """Whether the current batch is the last of its epoch. False outside of an iteration."""
-        iteration = active_iteration(self)
-        return iteration is not None and iteration.position.is_last
+        position = active_position(self)
+        return position is not None and position.is_last
 
     @property
     def current_batch_samples(self) -> int:
         """Number of samples in this rank's current batch, repeats included; 0 outside of an iteration."""
-        iteration = active_iteration(self)
-        return 0 if iteration is None else iteration.position.num_samples
+        position = active_position(self)
+        return 0 if position is None else position.num_samples
 
     @property
     def num_repeated_in_batch(self) -> int:
@@ -442,8 +420,8 @@ class DistributedDataLoader(DataLoader[T_co]):
         Nonzero only in the last batch of an epoch. Always 0 outside of an iteration and with a
         `distributed_sampler_cls`, whose repeats are unknown.
         """
-        iteration = active_iteration(self)
-        return 0 if iteration is None else iteration.position.num_repeated
+        position = active_position(self)
+        return 0 if position is None else position.num_repeated
 
 
 class DistributedStreamLoader(DistributedDataLoader[T_co]):

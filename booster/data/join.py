@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Generic, Protocol, TypeVar
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
@@ -35,7 +35,7 @@ class JoinIterator(Iterator[T_co]):
 
     def __init__(self, batches: Iterable[T_co]) -> None:
         self._batches: Iterable[T_co] = batches
-        self._reader: _Reader[T_co] | None = None
+        self._source: LoaderIterator[T_co] | None = None
         self._num_batches = 0
         self._has_ended = False
         self.position = _UNKNOWN_POSITION
@@ -50,32 +50,35 @@ class JoinIterator(Iterator[T_co]):
             self.close()
             raise StopIteration
         self._num_batches += 1
-        if read.position is not None:
-            self.position = replace(read.position, is_last=self._has_ended)
+        if isinstance(self._source, _PrefetchIterator):  # other iterators report their positions themselves
+            self.position = replace(self._source.position, is_last=self._has_ended)
             register_iteration(self)
-        return read.batch
+        return read[0]
 
     def close(self) -> None:
         """End the epoch on this rank and close its source. No communication."""
         self._has_ended = True
-        reader, self._reader, self._batches = self._reader, None, ()
+        source, self._source, self._batches = self._source, None, ()
         unregister_iteration(self)
-        if reader is not None:
-            reader.close()
+        if source is not None:
+            source.close()
 
-    def _read_synchronized(self) -> _ReadBatch[T_co] | None:
+    def _read_synchronized(self) -> tuple[T_co] | None:
         """Return the next batch, or None if some rank has none; record whether it is the last one. Collective."""
-        read, error = None, None
+        read: tuple[T_co] | None = None
+        error, num_left = None, 0
         try:
-            if self._reader is None:
-                self._reader = _reader_of(self._batches)
-            read = self._reader.read()
+            if self._source is None:
+                self._source = _loader_iterator(self._batches)
+            read = (next(self._source),)
+            num_left = 1 if self._source.position.is_last else 2
+        except StopIteration:
+            pass
         except RankFailedError:  # of a collective inside: the others raise it, too, or cannot be reached
             self.close()
             raise
         except Exception as caught:  # raised on all ranks below
             error = caught
-        num_left = 0 if read is None else 1 + read.is_followed
         num_ended, num_ending, num_failed = all_reduce_numbers([num_left == 0, num_left == 1, error is not None])
         if num_failed:
             self.close()
@@ -86,8 +89,8 @@ class JoinIterator(Iterator[T_co]):
         if max(num_ended, num_ending) < group_size():  # not all ranks end here by themselves
             left = all_gather_equal(torch.tensor([num_left])).tolist()
             _log_end([rank for rank, num in enumerate(left) if num == min(left)], self._num_batches + (not num_ended))
-            if self._reader is not None:
-                self._reader.truncate()
+            if self._source is not None:
+                self._source.truncate()
         return None if num_ended else read
 
 
@@ -104,86 +107,42 @@ def _log_end(ended: Sequence[int], num_batches: int) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ReadBatch(Generic[T]):
-    """Batch of a reader.
-
-    Attributes:
-        batch: Batch for the user.
-        is_followed: Whether this rank has another one, or an error in its place.
-        position: Position of the batch, or None if its loader reports that itself.
-    """
-
-    batch: T
-    is_followed: bool
-    position: BatchPosition | None
-
-
-class _Reader(Protocol[T]):
-    """Reader of one rank's batches."""
-
-    def read(self) -> _ReadBatch[T] | None:
-        """Return the next batch, or None."""
-
-    def truncate(self) -> None:
-        """Make the last read batch the last one that is used."""
-
-    def close(self) -> None:
-        """Close the source."""
-
-
-def _reader_of(batches: Iterable[T]) -> _Reader[T]:
+def _loader_iterator(batches: Iterable[T]) -> LoaderIterator[T]:
     if not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
         raise ConfigError(
             f"join_uneven() was given a {type(batches).__name__}, which is not iterable: give it this rank's loader, or"
             " any iterable of batches, once an epoch: for batch in booster.join_uneven(loader)"
         )
     source = iter(batches)
-    return _LoaderReader(source) if isinstance(source, LoaderIterator) else _PrefetchReader(source)
+    # Not of our loaders, whose saved position prefetching would change.
+    return source if isinstance(source, LoaderIterator) else _PrefetchIterator(source)
 
 
-class _LoaderReader(Generic[T]):
-    """Reader of our loaders, without prefetching, which would change their saved position."""
+class _PrefetchIterator(LoaderIterator[T_co]):
+    """Iterator over any batches that prefetches one, so that it knows which is the last."""
 
-    def __init__(self, source: LoaderIterator[T]) -> None:
-        self._source = source
-
-    def read(self) -> _ReadBatch[T] | None:
-        try:
-            batch = next(self._source)
-        except StopIteration:
-            return None
-        return _ReadBatch(batch=batch, is_followed=not self._source.position.is_last, position=None)
-
-    def truncate(self) -> None:
-        self._source.truncate()
-
-    def close(self) -> None:
-        self._source.close()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Failed:
-    error: Exception
-
-
-class _PrefetchReader(Generic[T]):
-    """Reader of any iterator that prefetches one batch."""
-
-    def __init__(self, source: Iterator[T]) -> None:
-        self._source: Iterator[T] | None = source
+    def __init__(self, source: Iterator[T_co]) -> None:
+        self._source: Iterator[T_co] | None = source
+        self._position = _UNKNOWN_POSITION
         self._next = self._fetch()
 
-    def read(self) -> _ReadBatch[T] | None:
-        now = self._next
-        if isinstance(now, _Failed):
-            raise now.error
-        if now is not None:
-            self._next = self._fetch()
-            return replace(now, is_followed=self._next is not None)
-        return None
+    @property
+    def position(self) -> BatchPosition:
+        return self._position
 
-    def _fetch(self) -> _ReadBatch[T] | _Failed | None:
+    def __next__(self) -> T_co:
+        fetched = self._next
+        if fetched is None:
+            raise StopIteration
+        if isinstance(fetched, Exception):
+            raise fetched
+        batch, position = fetched
+        self._next = self._fetch()
+        self._position = replace(position, is_last=self._next is None)
+        return batch
+
+    def _fetch(self) -> tuple[T_co, BatchPosition] | Exception | None:
+        """Return the next batch and its position, the error in its place, or None."""
         if self._source is None:
             return None
         before = active_position()
@@ -192,14 +151,14 @@ class _PrefetchReader(Generic[T]):
         except StopIteration:
             return None
         except Exception as error:  # raised in place of this batch
-            return _Failed(error=error)
+            return error
         # If one of our loaders inside of a generator has just advanced, the batch has its samples.
         position = active_position()
         is_its_own = position is not None and position is not before
-        return _ReadBatch(batch=batch, is_followed=True, position=position if is_its_own else _UNKNOWN_POSITION)
+        return batch, position if position is not None and is_its_own else _UNKNOWN_POSITION
 
     def truncate(self) -> None:
-        pass
+        """Do nothing: the iterator is not read any further."""
 
     def close(self) -> None:
         source, self._source, self._next = self._source, None, None

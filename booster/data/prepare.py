@@ -17,7 +17,7 @@ from booster.errors import ConfigError
 from booster.rng_state import check_seed, default_seed
 from booster.validation import check_flag
 
-from .dataloader import DistributedDataLoader, distributed_loader, is_stateful_loader, log_once
+from .dataloader import DistributedDataLoader, distributed_loader, is_stateful_loader, log_uneven_end
 from .sampler import CustomBatchSampler, DistributedBatchSampler, EpochSampler
 from .stream import StreamShard
 from .user_sampler import SamplerOrder, UserBatchSampler, UserOrderSampler
@@ -65,32 +65,17 @@ def prepare_dataloader(
 
     A torch DataLoader is divided as by `shard_dataloader`: pass one to use samplers or batch samplers of your own.
 
-    Args:
-        dataset: Dataset with `__len__` and `__getitem__`, an IterableDataset, or a DataLoader.
-        batch_size: Samples per rank and batch. None for a DataLoader, which has its own, and for an IterableDataset
-            that yields batches.
-        dp_rank: Data-parallel rank.
-        dp_size: Number of data-parallel ranks.
-        shuffle: If True, a new order in every epoch.
-        seed: Seed of the orders and of the workers' RNGs, the same on all ranks. Defaults to the seed of the launch,
-            1024 without one; for a DataLoader with a generator, to the initial seed of that.
-        drop_last: If True, drop an incomplete last global batch.
-        pin_memory: As in torch's DataLoader.
-        num_workers: As in torch's DataLoader. Random augmentation in workers depends on the seed, the epoch and the
-            sample's position in the epoch's order, but not on the number of workers.
-        distributed_sampler_cls: User's sampler class, called as
-            `cls(dataset, num_replicas=dp_size, rank=dp_rank, shuffle=shuffle)`, with `seed` and `drop_last` if it
-            takes them.
-        **kwargs: collate_fn, timeout, worker_init_fn, multiprocessing_context, generator, prefetch_factor,
-            persistent_workers, pin_memory_device, as in torch's DataLoader.
-
-    Raises:
-        ConfigError: The dataset is empty, no batch is left, a rank or size is out of range, or arguments contradict.
+    Arguments and errors are those of `Plugin.prepare_dataloader`, and the data-parallel rank and number of ranks.
     """
     if isinstance(dataset, DataLoader):
         flags = {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last, "pin_memory": pin_memory}
         flags |= {"num_workers": num_workers, "distributed_sampler_cls": distributed_sampler_cls, **kwargs}
-        _check_only_a_loader(dataset, flags)
+        given = [name for name, value in flags.items() if value is not None and value is not False and value != 0]
+        if given:
+            raise ConfigError(
+                f"prepare_dataloader({type(dataset).__name__}, {given[0]}=...) is given a loader, which has its own"
+                f" {given[0]}: leave the argument out, or pass loader.dataset"
+            )
         return shard_dataloader(dataset, dp_rank, dp_size, seed)
     _check_arguments(kwargs, shuffle=shuffle, drop_last=drop_last, pin_memory=pin_memory)
     seed = default_seed() if seed is None else check_seed(seed)
@@ -114,16 +99,12 @@ def prepare_dataloader(
             seed=seed,
             drop_last=drop_last,
         )
-    log_once(sampler.uneven_end_message())
+    log_uneven_end(sampler)
     return distributed_loader(_create_loader(dataset, batch_size=batch_size, drop_last=drop_last, **options), sampler)
 
 
 def check_can_shard(loader: DataLoader[Any], dp_rank: int, dp_size: int) -> None:
-    """Verify that a torch loader is sharded for this rank, or can be. No communication.
-
-    Raises:
-        ConfigError: The loader is sharded for other ranks, cannot be sharded, or has no batch.
-    """
+    """Raise `ConfigError` unless a torch loader is sharded for this rank, or can be and has a batch."""
     sharded_for = _sharded_for(loader)
     if sharded_for is not None:
         if sharded_for != (dp_rank, dp_size):
@@ -223,7 +204,7 @@ def shard_dataloader(loader: DataLoader[Any], dp_rank: int, dp_size: int, seed: 
     if _sharded_for(loader) is not None or _why_not_shardable(loader) is not None:
         return loader
     sampler = _sampler_for(loader, dp_rank, dp_size, _seed_of(loader) if seed is None else check_seed(seed))
-    log_once(sampler.uneven_end_message())
+    log_uneven_end(sampler)
     return distributed_loader(loader, sampler)
 
 
@@ -279,15 +260,6 @@ def _create_loader(dataset: Any, **options: Any) -> DataLoader[Any]:
             f"torch's DataLoader rejects these options ({error}): pass a non-negative int as num_workers, and"
             " prefetch_factor, persistent_workers and timeout only with workers"
         ) from error
-
-
-def _check_only_a_loader(loader: DataLoader[Any], arguments: dict[str, Any]) -> None:
-    given = [name for name, value in arguments.items() if value is not None and value is not False and value != 0]
-    if given:
-        raise ConfigError(
-            f"prepare_dataloader({type(loader).__name__}, {given[0]}=...) is given a loader, which has its own"
-            f" {given[0]}: leave the argument out, or pass loader.dataset"
-        )
 
 
 def _check_arguments(options: dict[str, Any], **flags: Any) -> None:

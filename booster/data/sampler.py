@@ -11,10 +11,11 @@
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, Sampler
@@ -49,14 +50,32 @@ def shard_of_batch(num_real: int, dp_rank: int, dp_size: int, *, stop: int, is_l
     )
 
 
-class EpochSampler(Protocol):
-    """Order of one rank's samples, which can start at any position of any epoch; position 0 is the start of one."""
+class EpochSampler(ABC):
+    """Order of one rank's samples, which can start at any position of any epoch; position 0 is the start of one.
 
-    position_key: str  # key of the position in the loader's state, which names its unit
+    Attributes:
+        position_key: Key of the position in the loader's state, which names its unit.
+        dp_rank: Data-parallel rank.
+        dp_size: Number of data-parallel ranks.
+        seed: Seed of the orders and of the workers' random numbers, the same on all ranks.
+        start: Epoch and position of the next `iter()`.
+    """
+
+    position_key: str
+    dp_rank: int
+    dp_size: int
+    seed: int
+    start: tuple[int, int] = (0, 0)
 
     def start_at(self, epoch: int, position: int) -> None:
         """Start the next `iter()` at this position of this epoch."""
+        self.start = epoch, position
 
+    def stream_seed(self, epoch: int) -> int:
+        """Return a seed for this epoch and rank, for random numbers that workers draw before their first sample."""
+        return derive_seed("workers", self.seed, epoch, self.dp_rank)
+
+    @abstractmethod
     def num_batches(self, position: int = 0) -> int:
         """Return the number of this rank's batches after this position of an epoch.
 
@@ -64,25 +83,21 @@ class EpochSampler(Protocol):
             TypeError: The dataset is a stream without a length.
         """
 
-    def stream_seed(self, epoch: int) -> int:
-        """Return a seed for this epoch and rank, for random numbers that workers draw before their first sample."""
-
+    @abstractmethod
     def settings(self) -> dict[str, Any]:
         """Return the settings that, with epoch and position, determine the remaining samples (JSON-serializable)."""
 
+    @abstractmethod
     def resume_from(self, settings: Mapping[str, Any], position: int) -> None:
         """Continue as the sampler described by a loader's state; raise ConfigError if the rest would differ."""
 
+    @abstractmethod
     def uneven_end_message(self, position: int = 0) -> str | None:
         """Return a log line about the uneven end of an epoch resumed at this position, or None if it is even."""
 
 
 def check_data_parallel(dp_rank: int, dp_size: int, batch_size: int) -> None:
-    """Validate a data-parallel rank, group size and batch size.
-
-    Raises:
-        ConfigError: A value is out of range.
-    """
+    """Raise `ConfigError` if a data-parallel rank, group size or batch size is out of range."""
     if dp_size < 1 or not 0 <= dp_rank < dp_size:
         raise ConfigError(
             f"dp_rank={dp_rank} of dp_size={dp_size} is not in 0..dp_size-1: pass dp_rank and dp_size of the plugin"
@@ -93,7 +108,7 @@ def check_data_parallel(dp_rank: int, dp_size: int, batch_size: int) -> None:
         )
 
 
-class DistributedBatchSampler(Sampler[list[int]]):
+class DistributedBatchSampler(EpochSampler, Sampler[list[int]]):
     """Batch sampler of one rank: equal numbers of batches and equal batch lengths on all ranks.
 
     See Note [Global order]. The batches are `SampleBatch`: lists of indices with their random stream.
@@ -139,18 +154,13 @@ class DistributedBatchSampler(Sampler[list[int]]):
         self.seed = seed
         self.drop_last = bool(drop_last)
         self.global_batch_size = batch_size * dp_size
-        self._check_not_empty()
-        self._epoch = 0
-        self._position = 0
-
-    def _check_not_empty(self) -> None:
-        if self.num_samples < 1:
+        if num_samples < 1:
             raise ConfigError("an empty dataset (length 0) has no batches: pass a non-empty dataset on all ranks")
-        if self.drop_last and self.num_samples < self.global_batch_size:
+        if drop_last and num_samples < self.global_batch_size:
             raise ConfigError(
-                f"drop_last=True leaves no batch: {self.num_samples} samples are less than a global batch of"
-                f" {self.global_batch_size} (batch_size={self.batch_size} on {self.dp_size} ranks). Pass"
-                " drop_last=False, which repeats samples, or a smaller batch_size"
+                f"drop_last=True leaves no batch: {num_samples} samples are less than a global batch of"
+                f" {self.global_batch_size} (batch_size={batch_size} on {dp_size} ranks). Pass drop_last=False, which"
+                " repeats samples, or a smaller batch_size"
             )
 
     @property
@@ -171,13 +181,8 @@ class DistributedBatchSampler(Sampler[list[int]]):
         """Start the next `iter()` at the start of this epoch."""
         self.start_at(epoch, 0)
 
-    def start_at(self, epoch: int, position: int) -> None:
-        """Start the next `iter()` after the first `position` samples (of all ranks) of this epoch."""
-        self._epoch = epoch
-        self._position = position
-
     def num_batches(self, position: int = 0) -> int:
-        """Return the number of batches of every rank after this position."""
+        """Return the number of batches of every rank after this position (in samples of all ranks)."""
         rest = max(self.num_samples - position, 0)
         return rest // self.global_batch_size if self.drop_last else -(-rest // self.global_batch_size)
 
@@ -192,7 +197,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         # Not a generator itself, so that epoch and position are read now and not at the first `next`.
-        return self._batches_from(self._epoch, self._position)
+        return self._batches_from(*self.start)
 
     def _batches_from(self, epoch: int, position: int) -> Iterator[SampleBatch]:
         order = self._order(epoch)
@@ -217,20 +222,12 @@ class DistributedBatchSampler(Sampler[list[int]]):
         generator = torch.Generator().manual_seed(derive_seed("order", self.seed, epoch))
         return torch.randperm(self.num_samples, generator=generator)
 
-    def stream_seed(self, epoch: int) -> int:
-        """A seed for this epoch and rank, for what workers draw before their first sample."""
-        return derive_seed("workers", self.seed, epoch, self.dp_rank)
-
     def settings(self) -> dict[str, Any]:
         """Return the settings that determine the remaining samples; independent of dp_size and batch size."""
         return {"seed": self.seed, "num_samples": self.num_samples, "shuffle": self.shuffle}
 
     def resume_from(self, settings: Mapping[str, Any], position: int) -> None:
-        """Use the described seed.
-
-        Raises:
-            ConfigError: The dataset's length or `shuffle` differs.
-        """
+        """Use the described seed; raise `ConfigError` if the dataset's length or `shuffle` differs."""
         for key in ("num_samples", "shuffle"):
             if settings[key] != getattr(self, key):
                 raise ConfigError(
@@ -254,7 +251,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
         return None
 
 
-class CustomBatchSampler(BatchSampler):
+class CustomBatchSampler(EpochSampler, BatchSampler):
     """Batches of a user's `sampler_cls(dataset, num_replicas=dp_size, rank=dp_rank, shuffle=shuffle, ...)`.
 
     `seed` and `drop_last` are passed if the constructor takes them. `set_epoch`, if defined, is called at the start of
@@ -290,21 +287,14 @@ class CustomBatchSampler(BatchSampler):
         self.dp_size = dp_size
         self.seed = seed
         self.shuffle = bool(shuffle)
-        self._epoch = 0
-        self._position = 0
         if len(self) == 0:
             raise ConfigError(
                 f"{type(sampler).__name__} leaves no batch: {self.num_samples} samples for rank {dp_rank}, "
                 f"batch_size={batch_size}, drop_last={drop_last}; pass drop_last=False or a smaller batch_size"
             )
 
-    def start_at(self, epoch: int, position: int) -> None:
-        """Start the next `iter()` after the first `position` batches of this epoch."""
-        self._epoch = epoch
-        self._position = position
-
     def num_batches(self, position: int = 0) -> int:
-        """Return the number of this rank's batches after this position."""
+        """Return the number of this rank's batches after this position (in batches)."""
         return max(len(self) - position, 0)
 
     def batch_at(self, position: int) -> BatchPosition:
@@ -316,7 +306,7 @@ class CustomBatchSampler(BatchSampler):
         )
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._batches_from(super().__iter__(), self._epoch, self._position)
+        return self._batches_from(super().__iter__(), *self.start)
 
     def _batches_from(self, batches: Iterator[list[int]], epoch: int, position: int) -> Iterator[SampleBatch]:
         # The sampler is first used at the first `next`: torch creates two iterators for workers and uses one, and a
@@ -327,10 +317,6 @@ class CustomBatchSampler(BatchSampler):
         stream = f"{self.seed}/{epoch}/{self.dp_rank}"
         for index, batch in enumerate(islice(batches, position, None), start=position):
             yield SampleBatch(batch, stream=stream, start=index * self.batch_size)
-
-    def stream_seed(self, epoch: int) -> int:
-        """A seed for this epoch and rank, for what workers draw before their first sample."""
-        return derive_seed("workers", self.seed, epoch, self.dp_rank)
 
     def settings(self) -> dict[str, Any]:
         """Return all settings that the order of a custom sampler may depend on."""
@@ -345,11 +331,7 @@ class CustomBatchSampler(BatchSampler):
         }
 
     def resume_from(self, settings: Mapping[str, Any], position: int) -> None:
-        """Verify the settings. Inside an epoch all must be equal, at its start only those that are fixed for a run.
-
-        Raises:
-            ConfigError: The remaining samples would differ.
-        """
+        """Raise `ConfigError` if settings differ: inside an epoch any, at its start those that are fixed for a run."""
         own = self.settings()
         lasting = ("sampler", "seed", "num_samples", "shuffle")
         differing = [key for key in (own if position else lasting) if settings[key] != own[key]]

@@ -34,7 +34,7 @@ from booster.errors import ConfigError
 from booster.pytree import children_of
 from booster.rng_state import preserved_rng
 
-from .sampler import BatchPosition, check_data_parallel, shard_of_batch
+from .sampler import BatchPosition, EpochSampler, check_data_parallel, shard_of_batch
 from .worker_seeding import derive_seed, seed_worker
 
 
@@ -53,8 +53,8 @@ class StreamPosition:
     digest: str | None
 
 
-class StreamShard:
-    """Part of a stream that one rank reads, and where the next epoch starts; an `EpochSampler`.
+class StreamShard(EpochSampler):
+    """Part of a stream that one rank reads, and where the next epoch starts.
 
     Args:
         dataset: The stream.
@@ -83,7 +83,6 @@ class StreamShard:
         self.name = type(dataset).__name__
         self.length: int | None = len(dataset) if hasattr(dataset, "__len__") else None
         self.can_load_state = has_exact_state(dataset)
-        self.start = 0, 0  # epoch and position of the next `iter()`
 
     @property
     def reading_rank(self) -> int:
@@ -100,10 +99,6 @@ class StreamShard:
         """Number of samples in a complete batch of the ranks that read the same stream."""
         return (self.batch_size or 1) * self.reading_size
 
-    def start_at(self, epoch: int, position: int) -> None:
-        """Start the next `iter()` after the first `position` samples of this epoch."""
-        self.start = epoch, position
-
     def num_batches(self, position: int = 0) -> int:
         """Return the number of this rank's batches after this position, if the dataset has a length."""
         if self.length is None:
@@ -115,21 +110,13 @@ class StreamShard:
         """Return the name of the epoch's random numbers: of all ranks, or of this one, if the dataset is sharded."""
         return f"{self.seed}/{epoch}/{self.dp_rank}" if self.is_sharded else f"{self.seed}/{epoch}"
 
-    def stream_seed(self, epoch: int) -> int:
-        """Return a seed for this epoch and rank, for what workers draw before their first sample."""
-        return derive_seed("workers", self.seed, epoch, self.dp_rank)
-
     def settings(self) -> dict[str, Any]:
         """Return the settings that determine the remaining samples; independent of dp_size, unless it is sharded."""
         common = {"seed": self.seed, "dataset": self.name, "is_sharded": self.is_sharded}
         return common | ({"dp_size": self.dp_size, "dp_rank": self.dp_rank} if self.is_sharded else {})
 
     def resume_from(self, settings: Mapping[str, Any], position: int) -> None:
-        """Use the described seed.
-
-        Raises:
-            ConfigError: Another dataset, or a sharded one inside an epoch on another rank or number of ranks.
-        """
+        """Use the described seed; raise `ConfigError` if the position is of another dataset, or another shard of it."""
         own = self.settings()
         lasting = ("dataset", "is_sharded")
         differing = [key for key in (own if position else lasting) if key != "seed" and settings[key] != own[key]]

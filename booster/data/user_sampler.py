@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
@@ -24,7 +25,7 @@ from booster.comm import check_same_across_ranks
 from booster.errors import ConfigError
 from booster.rng_state import preserved_rng
 
-from .sampler import BatchPosition, DistributedBatchSampler, check_data_parallel
+from .sampler import BatchPosition, DistributedBatchSampler, EpochSampler, check_data_parallel
 from .worker_seeding import SampleBatch, derive_seed, seed_worker
 
 # Note [User samplers]
@@ -68,11 +69,7 @@ class SamplerOrder:
             ) from error
 
     def draw(self, epoch: int) -> list[Any]:
-        """Return what the sampler yields in this epoch.
-
-        Raises:
-            ConfigError: It yields nothing, or more than its length.
-        """
+        """Return what the sampler yields in this epoch; raise `ConfigError` if nothing, or more than its length."""
         if self._counts_epochs and epoch < self._num_drawn:
             for one, attributes in zip(self._nested, self._initial, strict=True):
                 vars(one).update(attributes)
@@ -149,35 +146,42 @@ def _digest(order: Iterable[Any]) -> str:
     return hashlib.blake2b(json.dumps(order, default=repr).encode(), digest_size=16).hexdigest()
 
 
-class _DrawnEpochs:
-    """What samplers over users' orders share: drawing at the start of an epoch, and the checks of the order."""
+class _UserSampler(EpochSampler):
+    """Base of samplers over users' orders: drawing at the start of an epoch, and the checks of the order."""
 
     def __init__(self, order: SamplerOrder, dataset_length: int) -> None:
         self.order = order
+        self.seed = order.seed
         self.dataset_length = dataset_length
         self._drawn: tuple[int, list[Any], str] | None = None  # epoch, what was drawn, its digest
 
-    def drawn(self, epoch: int) -> list[Any]:
+    @abstractmethod
+    def _use(self, items: list[Any]) -> None:
+        """Use what was drawn for an epoch."""
+
+    def _items(self, epoch: int) -> list[Any]:
         if self._drawn is None or self._drawn[0] != epoch:
             items = self.order.draw(epoch)
             self._drawn = epoch, items, _digest(items)
         return self._drawn[1]
 
-    def check_same_order(self, epoch: int) -> None:
-        """Compare this epoch's order over all ranks. Collective."""
+    def start_at(self, epoch: int, position: int) -> None:
+        """Draw this epoch's order, and start the next `iter()` at this position. Collective."""
         name = self.order.name
         error: Exception | None = None
         fingerprint: list[str] = []
         try:
-            self.drawn(epoch)
+            self._items(epoch)
             assert self._drawn is not None
             fingerprint = [f"a {name} in epoch {epoch}", f"an order of {name} with the digest {self._drawn[2]}"]
         except Exception as raised:  # raised on all ranks
             error = raised
         check_same_across_ranks(f"the start of an epoch of a loader with a {name}", fingerprint, error=error)
+        self._use(self._items(epoch))
+        super().start_at(epoch, position)
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that an order depends on, and the digest of the last one."""
+        """Return the settings that an order depends on, and the digest of the last one; independent of dp_size."""
         epoch, digest = (None, None) if self._drawn is None else (self._drawn[0], self._drawn[2])
         return {
             "sampler": self.order.name,
@@ -188,11 +192,7 @@ class _DrawnEpochs:
         }
 
     def resume_from(self, settings: Mapping[str, Any], position: int) -> None:
-        """Use the described seed, and verify that the order is the described one.
-
-        Raises:
-            ConfigError: The remaining samples would differ.
-        """
+        """Use the described seed; raise `ConfigError` if the remaining samples would differ."""
         for key, own in (("sampler", self.order.name), ("dataset_length", self.dataset_length)):
             if settings[key] != own:
                 raise ConfigError(
@@ -204,7 +204,7 @@ class _DrawnEpochs:
         self.order.seed = settings["seed"]
         self._drawn = None
         if position:
-            self.drawn(settings["epoch"])
+            items = self._items(settings["epoch"])
             is_other = settings["order_digest"] != self.settings()["order_digest"]
             if settings["order_epoch"] == settings["epoch"] and is_other:
                 self.order.seed, self._drawn = before
@@ -213,9 +213,11 @@ class _DrawnEpochs:
                     " it depends on more than the epoch and random numbers. Create the sampler as when the state was"
                     " saved, and give it set_epoch(epoch), by which the order follows from the epoch"
                 )
+            self._use(items)
+        self.seed = self.order.seed
 
 
-class UserOrderSampler(DistributedBatchSampler):
+class UserOrderSampler(_UserSampler, DistributedBatchSampler):
     """Batch sampler of one rank over the samples that a user's sampler yields; see Note [User samplers].
 
     Args:
@@ -230,34 +232,22 @@ class UserOrderSampler(DistributedBatchSampler):
     def __init__(
         self, order: SamplerOrder, dataset_length: int, batch_size: int, dp_rank: int, dp_size: int, drop_last: bool
     ) -> None:
-        super().__init__(order.length, batch_size, dp_rank, dp_size, seed=order.seed, drop_last=drop_last)
-        self._epochs = _DrawnEpochs(order, dataset_length)
+        DistributedBatchSampler.__init__(
+            self, order.length, batch_size, dp_rank, dp_size, seed=order.seed, drop_last=drop_last
+        )
+        super().__init__(order, dataset_length)
 
-    def start_at(self, epoch: int, position: int) -> None:
-        """Draw this epoch's order, and start the next `iter()` after its first `position` samples. Collective."""
-        self._epochs.check_same_order(epoch)
-        self.num_samples = len(self._epochs.drawn(epoch))
-        super().start_at(epoch, position)
+    def _use(self, items: list[Any]) -> None:
+        self.num_samples = len(items)
 
     def _order(self, epoch: int) -> list[Any]:
-        return self._epochs.drawn(epoch)
+        return self._items(epoch)
 
     def _indices(self, order: Any, positions: range) -> list[Any]:
         return [order[position % len(order)] for position in positions]
 
-    def settings(self) -> dict[str, Any]:
-        """Return the settings that determine the remaining samples; independent of dp_size and batch size."""
-        return self._epochs.settings()
 
-    def resume_from(self, settings: Mapping[str, Any], position: int) -> None:
-        """Use the described seed; raise ConfigError if the remaining samples would differ."""
-        self._epochs.resume_from(settings, position)
-        self.seed = self._epochs.order.seed
-        if position:
-            self.num_samples = len(self._epochs.drawn(settings["epoch"]))
-
-
-class UserBatchSampler(Sampler[list[int]]):
+class UserBatchSampler(_UserSampler, Sampler[list[int]]):
     """Batches of a user's batch sampler, dealt out to the ranks in turn; see Note [User samplers].
 
     Of the next `dp_size` batches rank r reads the r-th. A position counts the batches of all ranks, so it is valid for
@@ -279,30 +269,21 @@ class UserBatchSampler(Sampler[list[int]]):
 
     def __init__(self, order: SamplerOrder, dataset_length: int, dp_rank: int, dp_size: int, drop_last: bool) -> None:
         check_data_parallel(dp_rank, dp_size, 1)
+        super().__init__(order, dataset_length)
         self.dp_rank = dp_rank
         self.dp_size = dp_size
         self.drop_last = drop_last
-        self._epochs = _DrawnEpochs(order, dataset_length)
         self._num_global = order.length
         self._batches: list[list[int]] = []
         self._starts = [0]  # of each batch in the epoch's numbering of samples
-        self._epoch = 0
-        self._position = 0
         if self.num_batches() == 0:
             raise ConfigError(
                 f"{order.name} leaves no batch: {order.length} batches on {dp_size} ranks, drop_last={drop_last}; pass"
                 " drop_last=False, which repeats batches, or use fewer ranks"
             )
 
-    def start_at(self, epoch: int, position: int) -> None:
-        """Draw this epoch's batches, and start the next `iter()` after the first `position` of them. Collective."""
-        self._epochs.check_same_order(epoch)
-        self._use(epoch)
-        self._epoch = epoch
-        self._position = position
-
-    def _use(self, epoch: int) -> None:
-        self._batches = self._epochs.drawn(epoch)
+    def _use(self, items: list[Any]) -> None:
+        self._batches = items
         self._num_global = len(self._batches)
         self._starts = np.cumsum([0, *map(len, self._batches)]).tolist()
 
@@ -328,30 +309,16 @@ class UserBatchSampler(Sampler[list[int]]):
         return self.num_batches()
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._batches_from(self._epoch, self._position, self._batches, self._starts)
+        return self._batches_from(*self.start, self._batches, self._starts)
 
     def _batches_from(
         self, epoch: int, position: int, batches: list[list[int]], starts: list[int]
     ) -> Iterator[SampleBatch]:
-        stream = f"{self._epochs.order.seed}/{epoch}"
+        stream = f"{self.seed}/{epoch}"
         for number in range(self.num_batches(position)):
             index = position + number * self.dp_size + self.dp_rank
             repeats, place = divmod(index, len(batches))
             yield SampleBatch(batches[place], stream=stream, start=starts[place] + repeats * starts[-1])
-
-    def stream_seed(self, epoch: int) -> int:
-        """Return a seed for this epoch and rank, for what workers draw before their first sample."""
-        return derive_seed("workers", self._epochs.order.seed, epoch, self.dp_rank)
-
-    def settings(self) -> dict[str, Any]:
-        """Return the settings that determine the remaining batches; independent of dp_size."""
-        return self._epochs.settings()
-
-    def resume_from(self, settings: Mapping[str, Any], position: int) -> None:
-        """Use the described seed; raise ConfigError if the remaining batches would differ."""
-        self._epochs.resume_from(settings, position)
-        if position:
-            self._use(settings["epoch"])
 
     def uneven_end_message(self, position: int = 0) -> str | None:
         """Format the number of repeated or dropped batches; None if the epoch is even or already logged."""
@@ -360,4 +327,4 @@ class UserBatchSampler(Sampler[list[int]]):
             return None
         epoch = f"the epoch resumed after {position} batches" if position else "every epoch"
         what = f"drops the last {rest}" if self.drop_last else f"repeats {self.dp_size - rest} at its end"
-        return f"{self._num_global} batches of {self._epochs.order.name} on {self.dp_size} ranks: {epoch} {what}"
+        return f"{self._num_global} batches of {self.order.name} on {self.dp_size} ranks: {epoch} {what}"

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from textwrap import shorten
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from torch.distributed.distributed_c10d import _get_default_group, _world
 from booster.errors import RankFailedError, first_line
 from booster.kernels.shared_memory import SharedMemoryError
 
-from .failure_diagnosis import CollectiveId, FailureDiagnosis, append_failure, report_group_abort, reported_failures
+from .failure_diagnosis import CollectiveId, FailureDiagnosis, report_group_abort, reported_failures
 
 # Note [Missing ranks]
 # A broken connection does not identify the rank that caused it: one rank's wait for another times out, which breaks its
@@ -38,7 +37,6 @@ from .failure_diagnosis import CollectiveId, FailureDiagnosis, append_failure, r
 REPORT_SECONDS = 3.0
 _NEVER_SENT = 2**24 - 1  # a tag
 _AT_ONCE = timedelta(milliseconds=1)
-_MAX_REASON = 400  # characters of a rank's report of its failure
 _MAX_TEXT = 300
 
 # Errors of gloo, nccl, torch's debug mode and our shared memory when a rank is lost or late. Others are about the call.
@@ -97,17 +95,6 @@ def _backend_message(error: RuntimeError, group: dist.ProcessGroup) -> str:
     return f" ({'gloo' if is_of_gloo else 'torch'} reports: {_reason(error)})"
 
 
-def report_failure(text: str) -> None:
-    """Report this rank's failure: the other ranks' errors about lost ranks will include it.
-
-    Called before `abort_groups`, for a local failure, not for a `RankFailedError`. No communication: it writes into the
-    store. If that is gone, or there is no process group, nothing happens.
-    """
-    if dist.is_initialized():
-        with suppress(RuntimeError):  # the process that serves the store has ended
-            append_failure(shorten(text, _MAX_REASON, placeholder=" ..."))
-
-
 def abort_groups(groups: Sequence[dist.ProcessGroup | None], reason: str = "") -> None:
     """Abort this rank's connections in `groups`. Peers waiting on it fail immediately.
 
@@ -121,8 +108,7 @@ def abort_groups(groups: Sequence[dist.ProcessGroup | None], reason: str = "") -
     chosen = [group or _get_default_group() for group in groups]
     mine = [group for group in chosen if dist.get_rank(group) >= 0]
     for group in mine:
-        with suppress(RuntimeError):  # the process that serves the store has ended
-            report_group_abort(group, shorten(reason, _MAX_REASON, placeholder=" ..."))
+        report_group_abort(group, reason)
     for group in mine:
         _close_connections(group)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from textwrap import shorten
+from typing import Any, Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -23,7 +25,6 @@ from .heartbeat import (
     heartbeat_interval,
     heartbeat_interval_text,
     progress_from_json,
-    progress_to_json,
     read_heartbeats,
 )
 from .progress import SAVE_PHASES, Progress, current_progress
@@ -120,6 +121,7 @@ _PAUSE_SECONDS = 0.02
 _HEARTBEAT_INTERVALS = 2.5  # a live process writes another heartbeat in this time
 _MAX_LISTED = 10  # ranks in a message
 _MAX_FAILURES = 3  # in a message
+_MAX_REASON = 400  # characters of a rank's report of its failure
 _FAILURES_KEY = "failures"
 _LEFT_KEY = "left"
 _names: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
@@ -172,7 +174,7 @@ class FailureDiagnosis:
             seconds: Time to wait for reports of other ranks.
             ended: Global ranks that are known to have ended; if there are any, nothing is waited for.
         """
-        report = {**asdict(self._collective), "where": progress_to_json(self._progress)}
+        report = {"collective": str(self._collective), "progress": asdict(self._progress)}
         self._store.set(f"at/{self._rank}", json.dumps(report))
         if not ended:
             self._first_heartbeats = read_heartbeats(self._unreported())
@@ -196,7 +198,7 @@ class FailureDiagnosis:
         if missing:
             are = "is" if len(missing) == 1 else "are"
             known = _explain_ranks(missing, self._first_heartbeats if time.monotonic() >= self._next_heartbeat else {})
-            states = "; ".join(one.text for one in known)
+            states = "; ".join(text for text, _ in known)
             text = f"{format_ranks(missing)} {are} missing: {states}; {self._format_positions()}"
             return f"{text}{_likely_cause(known, waiting)}"
         usual = likely_cause(self._progress, waiting)
@@ -223,41 +225,26 @@ class FailureDiagnosis:
 
     def _format_positions(self) -> str:
         """Return the operation and progress of each rank that reported, as text."""
-        reports = self._reports()
-        known = [
-            f"rank {rank} is at {collective}{format_phase(progress)}"
-            for rank, (collective, progress) in reports.items()
-        ]
+        reports = self._reports().items()
+        known = (f"rank {rank} is at {text}{format_phase(progress)}" for rank, (text, progress) in reports)
         return format_list(known, _MAX_LISTED)
 
-    def _reports(self) -> dict[int, tuple[CollectiveId, Progress]]:
+    def _reports(self) -> dict[int, tuple[str, Progress]]:
+        """Return operation and progress of the ranks that have reported."""
         unreported = self._unreported()
-        reports = {}
-        for rank in [one for one in self._ranks if one not in unreported]:
-            report = json.loads(self._store.get(f"at/{rank}"))
-            reports[rank] = (
-                CollectiveId(report["operation"], report["number"], report["peer"]),
-                progress_from_json(report["where"]),
-            )
-        return reports
+        reported = [rank for rank in self._ranks if rank not in unreported]
+        reports = {rank: json.loads(self._store.get(f"at/{rank}")) for rank in reported}
+        return {rank: (one["collective"], progress_from_json(one["progress"])) for rank, one in reports.items()}
 
 
 def describe_last_heartbeats(ranks: Sequence[int]) -> str:
-    """Return the last known state of missing global ranks as text, with a likely cause.
-
-    Raises:
-        RuntimeError: The process that serves the store has ended.
-    """
+    """Return the last known state of missing global ranks, with a likely cause. Raises as `read_heartbeats`."""
     known = _explain_ranks(ranks, {})
-    return f"{'; '.join(one.text for one in known)}{_likely_cause(known, [])}"
+    return f"{'; '.join(text for text, _ in known)}{_likely_cause(known, [])}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Explanation:
-    """State of a missing rank as text, and as input of `likely_cause` where its progress may explain the failure."""
-
-    text: str
-    peer: PeerStatus | None = None
+# State of a missing rank as text, and as input of `likely_cause` where its progress may explain the failure.
+_Explanation: TypeAlias = tuple[str, PeerStatus | None]
 
 
 def _explain_ranks(ranks: Sequence[int], first_heartbeats: Mapping[int, Heartbeat]) -> list[_Explanation]:
@@ -274,13 +261,13 @@ def _explain_ranks(ranks: Sequence[int], first_heartbeats: Mapping[int, Heartbea
         _explain_rank(rank, heartbeats[rank], exits, ended, first_heartbeats) for rank in chosen if rank in heartbeats
     ]
     if len(explanations) < len(chosen):
-        explanations.append(_Explanation(text="see the log there, whether it ended, hangs or runs something else"))
+        explanations.append(("see the log there, whether it ended, hangs or runs something else", None))
     return explanations
 
 
 def _likely_cause(explanations: Sequence[_Explanation], waiting: Sequence[PeerStatus]) -> str:
     """Return the likely cause as a further sentence, or "" where the cause is known to be another one."""
-    peers = [one.peer for one in explanations if one.peer is not None]
+    peers = [peer for _, peer in explanations if peer is not None]
     if len(peers) < len(explanations) or reported_failures():
         return ""
     cause = likely_cause(current_progress(), [*peers, *waiting])
@@ -304,20 +291,18 @@ def _explain_rank(
         after = f"after {heartbeat.progress.num_steps} steps"
         if state == ENDED:
             other = PeerStatus(progress=heartbeat.progress, state="ended")
-            return _Explanation(text=f"rank {rank}'s program ended {after}, while others continue", peer=other)
-        return _Explanation(text=f"rank {rank}'s program failed {after}: {text}")
+            return f"rank {rank}'s program ended {after}, while others continue", other
+        return f"rank {rank}'s program failed {after}: {text}", None
     if rank in ended:
         process = f"rank {rank}'s process {heartbeat.process_id} on host {heartbeat.host}"
-        return _Explanation(text=f"{process} has ended without a report (was it killed?); its {last}")
+        return f"{process} has ended without a report (was it killed?); its {last}", None
     if rank not in first_heartbeats:
-        return _Explanation(text=f"on host {heartbeat.host}, rank {rank}'s {last}")
+        return f"on host {heartbeat.host}, rank {rank}'s {last}", None
     if heartbeat.sequence > first_heartbeats[rank].sequence:
         alive = f"rank {rank}'s process is alive, {heartbeat.progress}: it is busy, hangs, or makes other calls"
-        return _Explanation(text=alive, peer=PeerStatus(progress=heartbeat.progress, state="busy"))
+        return alive, PeerStatus(progress=heartbeat.progress, state="busy")
     since = f"none has come since: it is stopped or killed, or host {heartbeat.host} is lost"
-    return _Explanation(
-        text=f"rank {rank}'s last heartbeat, {age:.1f} s ago ({interval}), reported: {heartbeat.progress}; {since}"
-    )
+    return f"rank {rank}'s last heartbeat, {age:.1f} s ago ({interval}), reported: {heartbeat.progress}; {since}", None
 
 
 def format_phase(progress: Progress) -> str:
@@ -335,15 +320,25 @@ def reported_failures() -> list[str]:
     return [f"rank {rank} had failed: {text}" for rank, text in failures]
 
 
-def append_failure(text: str) -> None:
-    """Report the reason of this rank's failure to all ranks."""
-    _store("booster.failures").append(_FAILURES_KEY, json.dumps([dist.get_rank(), text]) + "\n")
+def report_failure(text: str) -> None:
+    """Report this rank's failure: the other ranks' errors about lost ranks will include it.
+
+    Called before `abort_groups`, for a local failure, not for a `RankFailedError`. No communication: it writes into the
+    store. If that is gone, or there is no process group, nothing happens.
+    """
+    if dist.is_initialized():
+        with suppress(RuntimeError):  # the process that serves the store has ended
+            _append(_store("booster.failures"), _FAILURES_KEY, text)
 
 
 def report_group_abort(group: dist.ProcessGroup, reason: str) -> None:
     """Report to the group that this rank has aborted it, and the reason."""
-    store = _group_store(group)
-    store.append(_LEFT_KEY, json.dumps([dist.get_rank(), reason]) + "\n")
+    with suppress(RuntimeError):  # the process that serves the store has ended
+        _append(_group_store(group), _LEFT_KEY, reason)
+
+
+def _append(store: TimeoutStore, key: str, text: str) -> None:
+    store.append(key, json.dumps([dist.get_rank(), shorten(text, _MAX_REASON, placeholder=" ...")]) + "\n")
 
 
 def name_group(group: dist.ProcessGroup, name: str) -> None:

@@ -126,7 +126,7 @@ def read_heartbeats(ranks: Iterable[int]) -> dict[int, Heartbeat]:
     Raises:
         RuntimeError: The process that serves the store has ended.
     """
-    store = _heartbeat_store(_get_default_store())
+    store = _heartbeat_store()
     return {rank: _heartbeat_from(store.get(str(rank))) for rank in ranks if store.check([str(rank)])}
 
 
@@ -136,7 +136,7 @@ def exit_statuses(store: TimeoutStore | None = None) -> dict[int, tuple[str, str
     Args:
         store: Store of the heartbeats, optional; defaults to one with the main thread's client.
     """
-    store = _heartbeat_store(_get_default_store()) if store is None else store
+    store = _heartbeat_store() if store is None else store
     if not store.check([_EXITS_KEY]):
         return {}
     entries = [json.loads(line) for line in store.get(_EXITS_KEY).splitlines()]
@@ -156,28 +156,23 @@ def heartbeat_interval(world_size: int) -> float:
 
 def acknowledge_exits() -> set[int]:
     """Record that this rank has read all exit states; return the ranks that have. Raises as `read_heartbeats`."""
-    store = _heartbeat_store(_get_default_store())
+    store = _heartbeat_store()
     store.append(_ACKNOWLEDGED_KEY, f"{dist.get_rank()}\n")
     return acknowledged_ranks()
 
 
 def acknowledged_ranks() -> set[int]:
     """Return the ranks that have read all exit states. Raises as `read_heartbeats`."""
-    return {int(line) for line in _heartbeat_store(_get_default_store()).get(_ACKNOWLEDGED_KEY).split()}
+    return {int(line) for line in _heartbeat_store().get(_ACKNOWLEDGED_KEY).split()}
 
 
 def ended_processes(heartbeats: Mapping[int, Heartbeat]) -> list[int]:
     """Return the ranks of this host whose processes have ended."""
-    return [rank for rank, heartbeat in heartbeats.items() if heartbeat.host_id == _host_id() and _is_gone(heartbeat)]
-
-
-def progress_to_json(progress: Progress) -> dict[str, Any]:
-    """Return progress as JSON values."""
-    return asdict(progress)
+    return [rank for rank, heartbeat in heartbeats.items() if heartbeat.host_id == host_id() and _is_gone(heartbeat)]
 
 
 def progress_from_json(fields: Mapping[str, Any]) -> Progress:
-    """Inverse of `progress_to_json`."""
+    """Return the progress of which `asdict` gave these JSON values."""
     values = {**fields, "phases": tuple(fields["phases"])}
     for name in ("operation", "last_operation"):
         if values[name] is not None:
@@ -204,7 +199,7 @@ class _HeartbeatThread:
         self._identity = {
             "host": socket.gethostname(),
             "process_id": self._process_id,
-            "host_id": _host_id(),
+            "host_id": host_id(),
             "started_at": psutil.Process().create_time(),
         }
         self._sequence = 0
@@ -225,7 +220,6 @@ class _HeartbeatThread:
         return self._default is default and self._process_id == os.getpid() and self._thread.is_alive()
 
     def end(self, state: str, text: str) -> None:
-        """Write the last heartbeat."""
         if self._process_id != os.getpid():  # a forked child is not a rank
             return
         self._stopping.set()
@@ -282,7 +276,7 @@ class _HeartbeatThread:
         """Return what is known of the ranks that this rank would wait for in vain, as text."""
         if self._local_ranks is None and self._store.check([str(rank) for rank in range(self._size)]):
             known = self._read_heartbeats()
-            self._local_ranks = {rank: one for rank, one in known.items() if one.host_id == _host_id()}
+            self._local_ranks = {rank: one for rank, one in known.items() if one.host_id == host_id()}
         local = self._local_ranks or {}
         lost = {
             rank: f"rank {rank}'s process {local[rank].process_id} has ended without a report (was it killed?)"
@@ -324,14 +318,9 @@ class _HeartbeatThread:
 
     def _write(self, state: str) -> None:
         self._sequence += 1
-        progress = progress_to_json(self._progress())
-        heartbeat = {
-            "sequence": self._sequence,
-            "time": time.time(),
-            "state": state,
-            "progress": progress,
-            **self._identity,
-        }
+        progress = asdict(self._progress())
+        heartbeat = {"sequence": self._sequence, "time": time.time(), "state": state, "progress": progress}
+        heartbeat |= self._identity
         self._store.set(str(self._rank), json.dumps(heartbeat))
 
 
@@ -368,8 +357,9 @@ def _new_client(default: Any) -> Any:
         ) from error
 
 
-def _heartbeat_store(client: Any) -> TimeoutStore:
-    return TimeoutStore(client, "booster.heartbeats", ANSWER_SECONDS)
+def _heartbeat_store(client: Any = None) -> TimeoutStore:
+    """Return the store of the heartbeats, by default with the main thread's client."""
+    return TimeoutStore(_get_default_store() if client is None else client, "booster.heartbeats", ANSWER_SECONDS)
 
 
 def _heartbeat_from(text: bytes) -> Heartbeat:
@@ -378,7 +368,7 @@ def _heartbeat_from(text: bytes) -> Heartbeat:
 
 
 @cache
-def _host_id() -> str:
+def host_id() -> str:
     """Return an identifier that processes share only if they see each other's process ids."""
     try:
         namespace = os.stat("/proc/self/ns/pid")

@@ -15,7 +15,8 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from booster.errors import RankFailedError
 
-from .collective_errors import abort_groups, report_failure
+from .collective_errors import abort_groups
+from .failure_diagnosis import report_failure
 from .heartbeat import (
     ENDED,
     FAILED,

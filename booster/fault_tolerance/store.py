@@ -51,11 +51,9 @@ class TimeoutStore:
         return bytes(self._call(lambda: self._store.get(key)))
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Set the value of a key."""
         self._call(lambda: self._store.set(key, value))
 
     def append(self, key: str, value: str) -> None:
-        """Append to the value of a key."""
         self._call(lambda: self._store.append(key, value))
 
     def compare_set(self, key: str, expected: str, value: str | bytes) -> None:
@@ -63,11 +61,9 @@ class TimeoutStore:
         self._call(lambda: self._store.compare_set(key, expected, value))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter and return it."""
         return int(self._call(lambda: self._store.add(key, amount)))
 
     def delete_key(self, key: str) -> None:
-        """Delete a key."""
         self._call(lambda: self._store.delete_key(key))
 
     def has_extended_api(self) -> bool:

@@ -9,7 +9,7 @@ This folder holds the contracts alone: `Plugin`, `PluginChoice`, `MixedPrecision
 - `ShardSpec` and its functions describe which elements of a parameter a rank holds.
 - `ShardAware`, `FusedUpdate` and `StateAllocator` are protocols of optimizers that know about shards (`Shards`),
   unscale gradients in their step, or allocate their states.
-- `LossScaler` and `MasterWeights` are what a `MixedPrecision` gives to an `OptimizerWrapper`.
+- `LossScaler` and `Fp32MasterWeights` are what a `MixedPrecision` gives to an `OptimizerWrapper`.
 
 A plugin over several ranks derives from `booster.plugins.base.DistributedPlugin`. One that shards the optimizer has a
 `booster.plugins.sharding.optimizer.ShardedOptimizer`.
@@ -19,7 +19,7 @@ from booster.core.accumulated_gradients import AccumulatedGradients, Accumulatio
 from booster.core.model_wrapper import ModelWrapper
 from booster.core.optimizer_state import OptimizerState, TensorSpec, own_key
 from booster.core.optimizer_wrapper import OptimizerWrapper
-from booster.core.precision import LossScaler, MasterWeights
+from booster.core.precision import Fp32MasterWeights, LossScaler
 from booster.core.shard_aware import FusedUpdate, Shard, ShardAware, Shards, StateAllocator
 from booster.core.shard_spec import ShardRegion, ShardSpec, TensorSlice, set_shard_spec, shard_spec_of
 
@@ -31,9 +31,9 @@ __all__ = [
     "AccumulatedGradients",
     "AccumulationCounters",
     "Boosted",
+    "Fp32MasterWeights",
     "FusedUpdate",
     "LossScaler",
-    "MasterWeights",
     "MixedPrecision",
     "ModelWrapper",
     "OptimizerState",

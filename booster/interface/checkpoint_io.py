@@ -7,9 +7,8 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -18,41 +17,10 @@ from booster.core.model_wrapper import ModelWrapper
 from booster.core.optimizer_wrapper import OptimizerWrapper
 from booster.core.shard_spec import TensorSlice
 from booster.errors import ConfigError
+from booster.rng_state import ProcessRNG as ProcessRNG
 from booster.validation import is_non_nan_number, size_from_text
 
 _FOLDER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_\-]*")
-
-
-class RandomState(Protocol):
-    """Random generators of this process."""
-
-    def capture(self) -> Mapping[str, torch.Tensor]:
-        """Return the state of every generator as tensors on the CPU."""
-        ...
-
-    def derive(self, state: Mapping[str, torch.Tensor], rank: int) -> Mapping[str, torch.Tensor]:
-        """Derive the state of a rank that was not stored from another rank's."""
-        ...
-
-    def check(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Raise CheckpointError if the state cannot be restored."""
-        ...
-
-    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Set the generators to the state."""
-        ...
-
-
-class StatefulLoader(Protocol):
-    """Dataloader with a resumable position."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position as plain values."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from the position."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +31,7 @@ class TrainingParts:
         models: Boosted models.
         optimizers: Boosted optimizers, or wrapped plain ones.
         lr_schedulers: Objects with a scheduler's `state_dict`.
-        dataloaders: Dataloaders with a resumable position.
+        dataloaders: Dataloaders with a resumable position: `state_dict` returns plain values.
         random_state: Random generators of this process.
         frozen: Names of frozen parameters of this rank by model, which a checkpoint may leave out.
     """
@@ -71,8 +39,8 @@ class TrainingParts:
     models: Mapping[str, ModelWrapper]
     optimizers: Mapping[str, OptimizerWrapper]
     lr_schedulers: Mapping[str, Any]
-    dataloaders: Mapping[str, StatefulLoader]
-    random_state: RandomState
+    dataloaders: Mapping[str, Any]
+    random_state: ProcessRNG
     frozen: Mapping[str, Collection[str]] = field(default_factory=dict)
 
     def names(self) -> dict[str, list[str]]:
@@ -85,11 +53,7 @@ class TrainingParts:
         yield from dict.fromkeys([*self.models, *self.optimizers])
 
     def check(self) -> None:
-        """Check that all names are valid directory names.
-
-        Raises:
-            ConfigError: A name is invalid.
-        """
+        """Raise `ConfigError` unless all names are valid directory names."""
         for folder in self.folders():
             if folder and (_FOLDER.fullmatch(folder) is None or folder == "latest" or folder.startswith("step-")):
                 raise ConfigError(
@@ -109,11 +73,7 @@ class SaveOptions:
     exclude_frozen_parameters: bool = False
 
     def check(self) -> None:
-        """Check the numbers.
-
-        Raises:
-            ConfigError: A number is invalid.
-        """
+        """Raise `ConfigError` if a number is invalid."""
         if self.step is not None and (type(self.step) is not int or self.step < 0):
             raise ConfigError(f"step={self.step!r} is not a step number: give an integer of at least 0")
         shard_bytes(self.size_per_shard)

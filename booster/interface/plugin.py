@@ -311,13 +311,15 @@ class Plugin(ConfigFingerprint, ABC):
                 sampler or batch sampler, which is divided as by `boost`.
             batch_size: Samples per batch and rank; left out with a `DataLoader`, and with streams of batches.
             shuffle: If True, reshuffle every epoch, by the seed and the epoch alone.
-            seed: Seed of the order and of the workers' generators. Defaults to the seed of the launch, 1024
-                without one.
+            seed: Seed of the order and of the workers' generators, the same on all ranks. Defaults to the seed of the
+                launch, 1024 without one; for a `DataLoader` with a generator, to the initial seed of that.
             drop_last: If True, drop an incomplete last global batch, else pad it by repeating samples.
             pin_memory: Argument of `DataLoader`.
-            num_workers: Argument of `DataLoader`.
-            distributed_sampler_cls: Sampler class with `DistributedSampler`'s arguments, optional.
-            **kwargs: Further arguments of `DataLoader`.
+            num_workers: Argument of `DataLoader`. Random augmentation in workers depends on the seed, the epoch and the
+                sample's position in the epoch's order, but not on the number of workers.
+            distributed_sampler_cls: Sampler class, called as `cls(dataset, num_replicas=, rank=, shuffle=)`, with
+                `seed` and `drop_last` if it takes them; optional.
+            **kwargs: Further arguments of `DataLoader`, except for samplers.
 
         Raises:
             ConfigError: The dataset is empty, `drop_last` leaves no batch, or the `DataLoader` cannot be divided.

@@ -13,7 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from booster.errors import ConfigError
-from booster.logger import get_dist_logger
+from booster.logger import log_rank_zero
 from booster.validation import is_int
 
 from .materialize import guard_lazy_tensors, is_lazy, materialize, materialize_in_place, op_log_of, storage_of
@@ -92,7 +92,7 @@ class LazyInitContext:
         """
         if verbose:
             number = sum(map(is_lazy, [*module.parameters(), *module.buffers()]))
-            get_dist_logger().info(f"materializing {number} lazy tensors", ranks=[0])
+            log_rank_zero(f"materializing {number} lazy tensors")
         return materialize(module)
 
     def __enter__(self) -> LazyInitContext:

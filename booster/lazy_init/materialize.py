@@ -120,15 +120,7 @@ class LazyTensor(torch.Tensor):
 class LazyParameter(nn.Parameter):
     """Parameter without values. Assigning to `.data` turns it into an ordinary parameter."""
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        return _call_guarded(func, args, kwargs or {})
+    __torch_function__ = vars(LazyTensor)["__torch_function__"]
 
 
 _GUARDS: dict[type, type] = {torch.Tensor: LazyTensor, nn.Parameter: LazyParameter}

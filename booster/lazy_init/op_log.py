@@ -101,7 +101,6 @@ LogPrefix = tuple[OpLog, int]  # log and number of its writes
 
 
 def view_of(storage: torch.UntypedStorage, geometry: Geometry) -> torch.Tensor:
-    """Return a view of a storage."""
     tensor = torch.empty(0, dtype=geometry.dtype, device=storage.device)
     return tensor.set_(storage, geometry.offset, geometry.size, geometry.stride)
 

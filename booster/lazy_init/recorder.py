@@ -64,7 +64,6 @@ _MAX_READS = 16  # reads of a lazy value (each one a replay) after which it is m
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors of nested tuples, lists and dicts."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
@@ -348,7 +347,6 @@ class Recorder(TorchDispatchMode):
 
 
 def _dependencies(call: RecordedCall, own: OpLog | None = None) -> set[LogPrefix]:
-    """Return the transitive dependencies of a call."""
     needs: set[LogPrefix] = set()
     for reference in call.references():
         if reference.op_log is not own:

@@ -31,11 +31,7 @@ def polynomial_decay(base_lr: LearningRate, step: int, num_steps: int, end_lr: f
 
 
 def check_optimizer(optimizer: Any, scheduler: str) -> None:
-    """Check that this is an optimizer, boosted or not.
-
-    Raises:
-        ConfigError: It is not.
-    """
+    """Raise `ConfigError` unless this is an optimizer, boosted or not."""
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
             f"{scheduler} was given a {type(optimizer).__name__} in place of an optimizer: write"
@@ -44,11 +40,7 @@ def check_optimizer(optimizer: Any, scheduler: str) -> None:
 
 
 def check_steps(name: str, steps: Any, minimum: int = 0) -> int:
-    """Return a number of steps as an int.
-
-    Raises:
-        ConfigError: It is not an integer of at least `minimum`.
-    """
+    """Return a number of steps as an int; raise `ConfigError` unless it is an integer of at least `minimum`."""
     if not is_int(steps):
         hint = f"int({steps!r} * total_steps)" if isinstance(steps, float) and 0 < steps < 1 else "an int"
         raise ConfigError(f"{name}={steps!r} is not an integer number of steps: give {hint}")
@@ -58,11 +50,7 @@ def check_steps(name: str, steps: Any, minimum: int = 0) -> int:
 
 
 def check_total_steps(total_steps: Any) -> int:
-    """Return the total number of steps as an int.
-
-    Raises:
-        ConfigError: It is not a positive integer.
-    """
+    """Return the total number of steps as an int; raise `ConfigError` unless it is a positive integer."""
     if not is_int(total_steps):
         raise ConfigError(
             f"total_steps={total_steps!r} is not an integer: give the total number of training steps right after the"
@@ -72,11 +60,7 @@ def check_total_steps(total_steps: Any) -> int:
 
 
 def check_warmup_steps(warmup_steps: Any, total_steps: int) -> int:
-    """Return the number of warmup steps as an int.
-
-    Raises:
-        ConfigError: It is not a non-negative integer, or leaves no step after warmup.
-    """
+    """Return a number of warmup steps as an int; raise `ConfigError` if it leaves no step after warmup."""
     steps = check_steps("warmup_steps", warmup_steps)
     if steps >= total_steps:
         raise ConfigError(
@@ -91,11 +75,7 @@ def _is_real(value: Any) -> bool:
 
 
 def check_number(name: str, value: Any, *, minimum: float = 0.0, is_minimum_allowed: bool = True) -> float:
-    """Return a number as a float.
-
-    Raises:
-        ConfigError: It is not a finite number, or is out of range.
-    """
+    """Return a number as a float; raise `ConfigError` if it is not finite or out of range."""
     is_finite = _is_real(value) and math.isfinite(value)
     if not is_finite or value < minimum or (value == minimum and not is_minimum_allowed):
         bound = f"{minimum} or more" if is_minimum_allowed else f"more than {minimum}"
@@ -104,11 +84,7 @@ def check_number(name: str, value: Any, *, minimum: float = 0.0, is_minimum_allo
 
 
 def check_fraction(name: str, value: Any, *, is_one_allowed: bool) -> float:
-    """Return a fraction of the steps as a float.
-
-    Raises:
-        ConfigError: It is not a number from 0 to 1, or is 1 and that is not allowed.
-    """
+    """Return a fraction of the steps, from 0 to 1, as a float; raise `ConfigError` if it is none."""
     bounds = "from 0 to 1" if is_one_allowed else "of at least 0 and less than 1"
     if not _is_real(value) or not (0 <= value < 1 or (value == 1 and is_one_allowed)):
         raise ConfigError(f"{name}={value!r} is not a fraction of the steps: give a number {bounds}")
@@ -116,11 +92,7 @@ def check_fraction(name: str, value: Any, *, is_one_allowed: bool) -> float:
 
 
 def check_milestones(milestones: Any, total_steps: int, warmup_steps: int = 0) -> list[int]:
-    """Return the milestones as ints.
-
-    Raises:
-        ConfigError: There are none, they are not ascending, or one is within warmup or after the last step.
-    """
+    """Return ascending milestones between warmup and the last step as ints; else raise `ConfigError`."""
     given = list(milestones) if isinstance(milestones, Iterable) and not isinstance(milestones, str) else []
     if not given:
         raise ConfigError(
@@ -149,11 +121,7 @@ def check_milestones(milestones: Any, total_steps: int, warmup_steps: int = 0) -
 
 
 def check_learning_rate(lr: Any, index: int) -> None:
-    """Check that a group's learning rate is a number.
-
-    Raises:
-        ConfigError: It is not.
-    """
+    """Raise `ConfigError` unless a group's learning rate is a number."""
     if not _is_real(lr) and not (isinstance(lr, Tensor) and lr.numel() == 1):
         raise ConfigError(
             f"param group {index} has lr={lr!r}, which is not a number: build the optimizer with a number as lr"
@@ -161,11 +129,7 @@ def check_learning_rate(lr: Any, index: int) -> None:
 
 
 def check_floor(name: str, floor: float, base_lr: float | Tensor, index: int) -> None:
-    """Check that a group's learning rate is not below the schedule's final one.
-
-    Raises:
-        ConfigError: It is, so it would increase.
-    """
+    """Raise `ConfigError` if a group's learning rate is below the final one, to which it would increase."""
     if float(base_lr) < floor * (1 - 1e-6):  # fp32 tensors round the same number
         raise ConfigError(
             f"{name}={floor:g} is more than the learning rate {float(base_lr):g} of param group {index}, which would"
@@ -174,11 +138,7 @@ def check_floor(name: str, floor: float, base_lr: float | Tensor, index: int) ->
 
 
 def check_last_epoch(last_epoch: Any, total_steps: int, groups: Sequence[dict[str, Any]], keys: Iterable[str]) -> int:
-    """Return the index of the last step, -1 before the first.
-
-    Raises:
-        ConfigError: It is out of range, or the groups lack keys that are required for resuming.
-    """
+    """Return the last step's index, -1 before the first; raise `ConfigError` if out of range, or groups lack `keys`."""
     if not is_int(last_epoch) or not -1 <= int(last_epoch) < total_steps:
         raise ConfigError(
             f"last_epoch={last_epoch!r} is not a step of total_steps={total_steps}: give -1 to start, or the number of"

@@ -102,11 +102,7 @@ class MultiplicativeLR(FunctionSchedule, lr_scheduler.MultiplicativeLR):
 
 
 def _functions(lr_lambda: Any, optimizer: Optimizer, scheduler: str) -> list[Function]:
-    """Return one function per param group.
-
-    Raises:
-        ConfigError: They are not callable, as many as the groups, or of a class whose state can't be saved.
-    """
+    """Return one function per param group; raise `ConfigError` if they can't be called or saved, or are not as many."""
     check_optimizer(optimizer, scheduler)
     num_groups = len(optimizer.param_groups)
     functions = list(lr_lambda) if isinstance(lr_lambda, (list, tuple)) else [lr_lambda] * num_groups

@@ -20,7 +20,7 @@ from booster.logger import log_rank_zero
 from booster.validation import is_non_nan_number
 
 from .autocast import AutocastMixedPrecision, check_no_float16_weights
-from .fp16 import Fp16Weights, OriginalWeights, attach_masters, cast_floats, low_precision_to_fp32
+from .fp16 import OriginalWeights, attach_masters, cast_floats, cast_weights, low_precision_to_fp32
 from .loss_scaler import ConstantLossScaler, DynamicLossScaler
 
 
@@ -33,45 +33,23 @@ class ApexOptions:
         loss_scale: Number or "dynamic".
     """
 
-    cast_model_type: torch.dtype | None
-    patch_torch_functions: bool
-    keep_batchnorm_fp32: bool
-    master_weights: bool
-    loss_scale: float | str
+    cast_model_type: torch.dtype | None = None
+    patch_torch_functions: bool = False
+    keep_batchnorm_fp32: bool = False
+    master_weights: bool = False
+    loss_scale: float | str = 1.0
     cast_model_outputs: torch.dtype | None = None
     min_loss_scale: float | None = None
     max_loss_scale: float = 2.0**24
 
 
 _LEVELS = {
-    "O0": ApexOptions(
-        cast_model_type=torch.float32,
-        patch_torch_functions=False,
-        keep_batchnorm_fp32=False,
-        master_weights=False,
-        loss_scale=1.0,
-    ),
-    "O1": ApexOptions(
-        cast_model_type=None,
-        patch_torch_functions=True,
-        keep_batchnorm_fp32=False,
-        master_weights=False,
-        loss_scale="dynamic",
-    ),
+    "O0": ApexOptions(cast_model_type=torch.float32),
+    "O1": ApexOptions(patch_torch_functions=True, loss_scale="dynamic"),
     "O2": ApexOptions(
-        cast_model_type=torch.float16,
-        patch_torch_functions=False,
-        keep_batchnorm_fp32=True,
-        master_weights=True,
-        loss_scale="dynamic",
+        cast_model_type=torch.float16, keep_batchnorm_fp32=True, master_weights=True, loss_scale="dynamic"
     ),
-    "O3": ApexOptions(
-        cast_model_type=torch.float16,
-        patch_torch_functions=False,
-        keep_batchnorm_fp32=False,
-        master_weights=False,
-        loss_scale=1.0,
-    ),
+    "O3": ApexOptions(cast_model_type=torch.float16),
 }
 _FLAGS = {True: True, False: False, "True": True, "False": False}
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -233,11 +211,6 @@ class FP16ApexMixedPrecision(MixedPrecision):
         self._report = log_rank_zero if verbosity > 0 else None
         self._new_scaler()  # validates the numbers
         self._autocast = AutocastMixedPrecision(torch.float16) if self.options.patch_torch_functions else None
-        self._weights = Fp16Weights(
-            self.options.cast_model_type,
-            keep_batchnorm_fp32=self.options.keep_batchnorm_fp32,
-            keep_originals=self.options.master_weights,
-        )
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
@@ -260,7 +233,15 @@ class FP16ApexMixedPrecision(MixedPrecision):
         Raises:
             ConfigError: The weights are float16 and the level is O1, which does not cast them.
         """
-        originals = self._weights.cast(model)
+        options = self.options
+        originals: OriginalWeights = {}
+        if options.cast_model_type is not None:
+            originals = cast_weights(
+                model,
+                options.cast_model_type,
+                keep_batchnorm_fp32=options.keep_batchnorm_fp32,
+                keep_originals=options.master_weights,
+            )
         if self._autocast is not None:
             check_no_float16_weights(model, "fp16_apex")
         return originals

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim import Optimizer
 
 from booster.comm import LOW_PRECISION
 from booster.core.model_wrapper import ModelWrapper
 from booster.core.optimizer_wrapper import OptimizerWrapper
-from booster.core.shard_aware import update_master
-from booster.core.shard_spec import TensorSlice
+from booster.core.precision import Fp32MasterWeights
 from booster.errors import ConfigError
 from booster.interface.mixed_precision import MixedPrecision
 from booster.lazy_init import materialize
@@ -24,128 +21,6 @@ from booster.pytree import map_tensors
 from booster.validation import check_flag
 
 from .loss_scaler import LossScaleConfig
-
-
-@dataclass(slots=True)
-class _MasterPair:
-    model_param: nn.Parameter
-    master: nn.Parameter
-    grad: torch.Tensor | None = None  # the master's gradient buffer, kept over the steps
-    version: int = 0  # version counter of the model's parameter when both had the same values
-
-
-class Fp32MasterWeights:
-    """fp32 master weights of an optimizer's float16 and bfloat16 parameters.
-
-    The constructor replaces the parameters by their masters in the optimizer's `param_groups` and existing state.
-    Parameters of other dtypes are kept. Memory: 8 bytes per parameter (master and its gradient).
-
-    Args:
-        optim: Optimizer.
-        originals: fp32 values of parameters before the cast, by `id(parameter)`; optional, defaults to the cast
-            values. The tensors become the storage of the masters.
-    """
-
-    def __init__(self, optim: Optimizer, originals: Mapping[int, torch.Tensor] | None = None) -> None:
-        self._pairs: list[_MasterPair] = []
-        self._model_params: dict[int, nn.Parameter] = {}
-        originals = originals or {}
-        for group in optim.param_groups:
-            # In place: optimizers such as LBFGS keep the list itself.
-            group["params"][:] = [self._create_master(parameter, originals) for parameter in group["params"]]
-        self._record_versions()
-        for pair in self._pairs:
-            if pair.model_param in optim.state:
-                state = optim.state.pop(pair.model_param)
-                optim.state[pair.master] = {
-                    key: value.float() if isinstance(value, torch.Tensor) and value.dtype in LOW_PRECISION else value
-                    for key, value in state.items()
-                }
-
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    def model_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the model parameter of an optimizer parameter (itself if it has no master)."""
-        return self._model_params.get(id(parameter), parameter)
-
-    def copy_gradients(self) -> None:
-        """Copy the gradients of model parameters to their masters, in fp32."""
-        for pair in self._pairs:
-            pair.master.grad = _fp32_gradient(pair)
-
-    @torch.no_grad()
-    def copy_to_model(self) -> None:
-        """Copy all masters to the model parameters."""
-        self._copy_to_model(self._pairs)
-
-    def end_step(self, *, is_model_updated: bool) -> None:
-        """Copy the masters that had a gradient to the model parameters, unless the optimizer's step did so."""
-        if is_model_updated:
-            self._record_versions()
-        else:  # a frozen weight belongs to the user, who may write it in a way that nothing records
-            self._copy_to_model([pair for pair in self._pairs if pair.master.grad is not None])
-
-    @torch.no_grad()
-    def _copy_to_model(self, pairs: Sequence[_MasterPair]) -> None:
-        if pairs:
-            torch._foreach_copy_([pair.model_param for pair in pairs], [pair.master for pair in pairs])
-        self._record_versions()
-
-    def _record_versions(self) -> None:
-        for pair in self._pairs:
-            pair.version = pair.model_param._version
-
-    @torch.no_grad()
-    def follow_model(self) -> None:
-        """Update the masters of parameters that were modified in place since the last step, except through `.data`."""
-        for pair in self._pairs:
-            if pair.model_param._version != pair.version:
-                update_master(pair.master, pair.model_param)
-                pair.version = pair.model_param._version
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Update the masters from model parameters that were changed, for example by loading a checkpoint.
-
-        A master element that still rounds to the model's value keeps its precision, so weights and masters may be
-        loaded in either order.
-        """
-        for pair in self._pairs:
-            update_master(pair.master, pair.model_param)
-
-    def slices(self, model: ModelWrapper) -> list[TensorSlice]:
-        """Return the masters as slices with the names of their model parameters."""
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        return [
-            TensorSlice.full(names[id(pair.model_param)], pair.master.detach(), primary=False) for pair in self._pairs
-        ]
-
-    def _create_master(self, parameter: nn.Parameter, originals: Mapping[int, torch.Tensor]) -> nn.Parameter:
-        if parameter.dtype not in LOW_PRECISION:
-            return parameter
-        values = originals.get(id(parameter), parameter.detach())
-        values = values.to(device=parameter.device, dtype=torch.float32)
-        master = nn.Parameter(values, requires_grad=parameter.requires_grad)
-        master.__dict__ = parameter.__dict__  # optimizers may read attributes that the user set on parameters
-        self._pairs.append(_MasterPair(model_param=parameter, master=master))
-        self._model_params[id(master)] = parameter
-        return master
-
-
-def _fp32_gradient(pair: _MasterPair) -> torch.Tensor | None:
-    source = pair.model_param.grad
-    if source is None:
-        return None
-    if source.is_sparse:  # its number of rows varies, so there is no buffer to reuse
-        return source.float()
-    if pair.grad is None:
-        pair.grad = torch.empty_like(pair.master)
-    return pair.grad.copy_(source)
-
-
-BATCH_NORMS = _BatchNorm  # includes the synchronized batch norms of plugins
-
 
 OriginalWeights: TypeAlias = dict[nn.Parameter, torch.Tensor]
 """Full fp32 values of parameters from before they were cast."""
@@ -157,7 +32,7 @@ def attach_masters(model: ModelWrapper, optimizer: OptimizerWrapper, originals: 
     Args:
         model: Boosted model.
         optimizer: Boosted optimizer.
-        originals: Result of `Fp16Weights.cast`.
+        originals: Result of `cast_weights`.
 
     Raises:
         ConfigError: `originals` is None: master weights would begin at rounded values.
@@ -176,48 +51,31 @@ def attach_masters(model: ModelWrapper, optimizer: OptimizerWrapper, originals: 
     model.register_master_slices(lambda: masters.slices(model))
 
 
-class Fp16Weights:
-    """Cast of models to low precision.
+def cast_weights(
+    model: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: bool = False, keep_originals: bool = True
+) -> OriginalWeights:
+    """Cast all floating-point parameters and buffers of a model in place; Parameter objects are kept.
 
     Args:
-        dtype: Dtype of floating-point parameters and buffers after the cast, or None for no cast.
+        model: User's model.
+        dtype: Dtype after the cast.
         keep_batchnorm_fp32: If True, parameters and statistics of batch norms are not cast.
-        keep_originals: If True, `cast` returns the values before the cast.
+        keep_originals: If True, return the values before the cast, else nothing.
     """
-
-    def __init__(
-        self, dtype: torch.dtype | None, *, keep_batchnorm_fp32: bool = False, keep_originals: bool = True
-    ) -> None:
-        self.dtype = dtype
-        self._keep_batchnorm_fp32 = keep_batchnorm_fp32
-        self._keep_originals = keep_originals
-
-    def cast(self, model: nn.Module) -> OriginalWeights:
-        """Cast all floating-point parameters and buffers of the model in place; Parameter objects are kept.
-
-        Args:
-            model: User's model.
-
-        Returns:
-            The values before the cast, if they are kept.
-        """
-        originals: OriginalWeights = {}
-        if self.dtype is None:
-            return originals
-        materialize(model)  # lazily initialized tensors have no values to cast
-        for module in model.modules():
-            if self._keep_batchnorm_fp32 and isinstance(module, BATCH_NORMS):
-                continue
-            for parameter in module.parameters(recurse=False):
-                is_cast = parameter.is_floating_point() and parameter.dtype != self.dtype
-                if self._keep_originals and is_cast:
-                    originals[parameter] = parameter.detach().to(torch.float32)
-                _cast_in_place(parameter, self.dtype)
-            for buffer in module.buffers(recurse=False):
-                _cast_in_place(buffer, self.dtype)
-            if isinstance(module, nn.RNNBase):
-                module.flatten_parameters()  # cuDNN needs contiguous weights, which the cast has separated
-        return originals
+    originals: OriginalWeights = {}
+    materialize(model)  # lazily initialized tensors have no values to cast
+    for module in model.modules():
+        if keep_batchnorm_fp32 and isinstance(module, _BatchNorm):  # includes the synchronized ones of plugins
+            continue
+        for parameter in module.parameters(recurse=False):
+            if keep_originals and parameter.is_floating_point() and parameter.dtype != dtype:
+                originals[parameter] = parameter.detach().to(torch.float32)
+            _cast_in_place(parameter, dtype)
+        for buffer in module.buffers(recurse=False):
+            _cast_in_place(buffer, dtype)
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()  # cuDNN needs contiguous weights, which the cast has separated
+    return originals
 
 
 def _cast_in_place(tensor: torch.Tensor, dtype: torch.dtype) -> None:
@@ -287,7 +145,6 @@ class FP16NaiveMixedPrecision(MixedPrecision):
         )
         self._loss_scale.check()
         self._report = log_rank_zero if verbose else None
-        self._weights = Fp16Weights(torch.float16)
         self._counts_zeros = log_num_zeros_in_grad
         self.num_zeros_in_grad: int | None = None
 
@@ -313,7 +170,7 @@ class FP16NaiveMixedPrecision(MixedPrecision):
         Args:
             model: User's model; its Parameter objects are kept.
         """
-        return self._weights.cast(model)
+        return cast_weights(model, torch.float16)
 
     def configure(
         self,

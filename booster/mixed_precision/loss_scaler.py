@@ -116,7 +116,6 @@ class DynamicLossScaler:
         self._num_overflows = int(state["num_overflows"])
 
     def _why_unchanged(self) -> str:
-        """Explain why the last overflow did not reduce the scale."""
         if self._scale <= self.min_scale:
             return "it is the smallest allowed (min_scale)"
         missing = self.hysteresis - self._num_overflows
@@ -155,14 +154,12 @@ class ConstantLossScaler:
 
     @property
     def scale(self) -> float:
-        """Scale of the losses."""
         return self._scale
 
     def update(self, found_nonfinite: bool) -> None:
         """Do nothing: the scale is constant."""
 
     def state_dict(self) -> dict[str, float | int]:
-        """Return the scale."""
         return {"scale": self._scale}
 
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
@@ -239,11 +236,7 @@ class LossScaleConfig:
         return [f"{name}={getattr(self, name)!r}" for name in self.__slots__]
 
     def check(self) -> None:
-        """Validate the arguments.
-
-        Raises:
-            ConfigError: A number is out of range.
-        """
+        """Raise `ConfigError` if a number is out of range."""
         self.new_scaler()
 
     def new_scaler(self, report: Callable[[str], None] | None = None) -> DynamicLossScaler:

@@ -63,7 +63,6 @@ class ExpertLoad:
 
     @contextmanager
     def observe(self) -> Iterator[None]:
-        """Count in the block."""
         with ExitStack() as hooks:
             for name, (module, observed) in self._dispatched.items():
                 observer = partial(_count_dispatched, self._layers[name], module)
@@ -81,7 +80,6 @@ class ExpertLoad:
             yield
 
     def clear(self) -> None:
-        """Reset the sums after a record."""
         for layer in self._layers.values():
             layer.device = None
 

@@ -457,7 +457,6 @@ def _draw_heat_map(panel: Any, run: LoggedRun, loads: Mapping[int, Mapping[str, 
 
 
 def _relative_loads(tokens: Sequence[float]) -> list[float]:
-    """Return the load of each expert as a multiple of the mean."""
     return [one * len(tokens) / max(sum(tokens), 1) for one in tokens]
 
 

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -35,72 +34,8 @@ from .loggers import (
     stats_to_vector,
 )
 from .step_stats import StepStats
-from .trackers import MLflowLogger, Settings, WandbLogger, check_settings
+from .trackers import MLflowLogger, WandbLogger, check_settings
 from .watchdog import Watchdog
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MonitorConfig:
-    """Arguments of `Monitor`.
-
-    Raises:
-        ConfigError: A value is invalid.
-    """
-
-    log: str | PathLike[str] | None
-    tensorboard: str | PathLike[str] | None
-    wandb: Settings | None
-    mlflow: Settings | None
-    progress: bool | Literal["always"]
-    total_steps: int | None
-    every: int
-    first_step: int | None
-    across_ranks: bool
-    hang_seconds: float | None
-
-    def __post_init__(self) -> None:
-        _check_path("log", self.log, "the path of a file, such as 'runs/a.jsonl'")
-        _check_path("tensorboard", self.tensorboard, "the path of a directory, such as 'runs/a'")
-        for name in ("wandb", "mlflow"):
-            if getattr(self, name) is not None:
-                check_settings(name, getattr(self, name))
-        if self.log is not None and os.path.isdir(self.log):
-            raise ConfigError(f"log={self.log!r} is a directory: pass the path of a file in it, such as 'a.jsonl'")
-        if self.progress not in (True, False, "always"):
-            raise ConfigError(
-                f"progress={self.progress!r} is unknown: pass True (a bar if stderr is a terminal), 'always' or False"
-            )
-        check_flag("across_ranks", self.across_ranks)
-        _check_count("every", self.every)
-        for name in ("total_steps", "first_step"):
-            if getattr(self, name) is not None:
-                _check_count(name, getattr(self, name))
-        seconds: Any = self.hang_seconds
-        if seconds is not None and not (is_non_nan_number(seconds) and 0 < seconds < math.inf):
-            raise ConfigError(
-                f"hang_seconds={seconds!r} is not a positive number of seconds: pass more than a slow step takes with"
-                " evaluation and saving, or leave it out"
-            )
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Return the settings that must be the same on all ranks."""
-        return {
-            "every": self.every,
-            "across_ranks": bool(self.across_ranks),
-            "first_step": self.first_step,
-            "hang_seconds": self.hang_seconds,
-        }
-
-
-def _check_path(name: str, value: Any, expected: str) -> None:
-    if value is not None and (not isinstance(value, (str, PathLike)) or not str(value)):
-        raise ConfigError(f"{name}={value!r} is not a path: pass {expected}, or leave it out")
-
-
-def _check_count(name: str, value: Any) -> None:
-    if not is_count(value):
-        raise ConfigError(f"{name}={value!r} is not a number of steps: pass a positive int")
-
 
 _ENTRY_TIMEOUT_SECONDS = 120.0  # timeout of the barrier on entry
 _HINT_SECONDS = 10.0  # wait there after which a rank prints a hint
@@ -188,18 +123,26 @@ class Monitor:
                 f"tokens={tokens!r} is not callable: pass a function of (arguments, keywords) that returns a number,"
                 " such as lambda arguments, keywords: arguments[0].numel()"
             )
-        self._settings = MonitorConfig(
-            log=log,
-            tensorboard=tensorboard,
-            wandb=wandb,
-            mlflow=mlflow,
-            progress=progress,
-            total_steps=total_steps,
-            every=every,
-            first_step=first_step,
-            across_ranks=across_ranks,
-            hang_seconds=hang_seconds,
-        )
+        _check_path("log", log, "the path of a file, such as 'runs/a.jsonl'")
+        _check_path("tensorboard", tensorboard, "the path of a directory, such as 'runs/a'")
+        for name, settings in (("wandb", wandb), ("mlflow", mlflow)):
+            if settings is not None:
+                check_settings(name, settings)
+        if log is not None and os.path.isdir(log):
+            raise ConfigError(f"log={log!r} is a directory: pass the path of a file in it, such as 'a.jsonl'")
+        if progress not in (True, False, "always"):
+            raise ConfigError(
+                f"progress={progress!r} is unknown: pass True (a bar if stderr is a terminal), 'always' or False"
+            )
+        check_flag("across_ranks", across_ranks)
+        for name, count in (("every", every), ("total_steps", total_steps), ("first_step", first_step)):
+            if not is_count(count) and (name == "every" or count is not None):
+                raise ConfigError(f"{name}={count!r} is not a number of steps: pass a positive int")
+        _check_hang_seconds(hang_seconds)
+        self._destinations = log, tensorboard, wandb, mlflow
+        self._progress, self._total_steps = progress, total_steps
+        self._every, self._first_step, self._across_ranks = every, first_step, across_ranks
+        self._hang_seconds = hang_seconds
         self._stats = StepStats(self._model, self._optimizer, tokens, self._end_step)
         self._step = (first_step or 1) - 1
         self._record: dict[str, Any] | None = None
@@ -215,7 +158,7 @@ class Monitor:
 
     @property
     def _is_across_ranks(self) -> bool:
-        return self._settings.across_ranks and group_size() > 1
+        return self._across_ranks and group_size() > 1
 
     def log(self, **numbers: Any) -> None:
         """Log values for the last finished step. Rank 0 writes its values, those of other ranks are ignored.
@@ -245,8 +188,8 @@ class Monitor:
             self._experts = experts if experts.num_experts else None
             self._count = opened.enter_context(count_communication())
             self._sent_bytes = 0
-            if self._settings.hang_seconds is not None:
-                self._watchdog = Watchdog(self._settings.hang_seconds, lambda: self._step)
+            if self._hang_seconds is not None:
+                self._watchdog = Watchdog(self._hang_seconds, lambda: self._step)
                 self._watchdog.start()
                 opened.callback(self._watchdog.stop)
             self._stats.clear()
@@ -279,7 +222,8 @@ class Monitor:
                 self._open_logs(opened)
         except Exception as failure:  # raised on all ranks by the barrier, also those of Weights & Biases
             error = failure
-        fingerprint = self._settings.fingerprint()
+        names = ("every", "across_ranks", "first_step", "hang_seconds")
+        fingerprint = {name: getattr(self, f"_{name}") for name in names}
         with _hint_if_slow():
             local = json.dumps([fingerprint, num_experts]).encode()
             gathered = [json.loads(one) for one in barrier.gather("entering Monitor's block", local, error)]
@@ -297,32 +241,27 @@ class Monitor:
         return json.loads(shared)  # type: ignore[no-any-return]
 
     def _open_logs(self, opened: ExitStack) -> None:
-        settings, first_step = self._settings, self._settings.first_step
-        made: list[Callable[[], RecordLogger]] = []
-        if settings.log is not None:
-            path = Path(settings.log)
-            made.append(lambda: JsonLinesLogger(path, first_step))
-        if settings.tensorboard is not None:
-            directory = Path(settings.tensorboard)
-            made.append(lambda: TensorBoardLogger(directory))
-        if settings.wandb is not None:
-            project = settings.wandb
-            made.append(lambda: WandbLogger(project))
-        if settings.mlflow is not None:
-            experiment = settings.mlflow
-            made.append(lambda: MLflowLogger(experiment))
-        if settings.progress == "always" or (settings.progress is True and sys.stderr.isatty()):
-            made.append(lambda: ProgressBar(settings.total_steps, first_step or 1))
-        for make in made:
-            log = make()
-            opened.callback(log.close)
-            self._logs.append(log)
+        def add(opened_log: RecordLogger) -> None:
+            opened.callback(opened_log.close)
+            self._logs.append(opened_log)
+
+        log, tensorboard, wandb, mlflow = self._destinations
+        if log is not None:
+            add(JsonLinesLogger(Path(log), self._first_step))
+        if tensorboard is not None:
+            add(TensorBoardLogger(Path(tensorboard)))
+        if wandb is not None:
+            add(WandbLogger(wandb))
+        if mlflow is not None:
+            add(MLflowLogger(mlflow))
+        if self._progress == "always" or (self._progress is True and sys.stderr.isatty()):
+            add(ProgressBar(self._total_steps, self._first_step or 1))
 
     def _end_step(self) -> None:
         self._step += 1
         if self._watchdog is not None:
             self._watchdog.on_step_end()
-        if self._step % self._settings.every:
+        if self._step % self._every:
             return
         with Phase("monitor"):
             sent_bytes = sum(self._count.sent.values())
@@ -345,6 +284,19 @@ class Monitor:
     def _write(self, record: dict[str, Any]) -> None:
         for log in self._logs:
             log.write(record)
+
+
+def _check_path(name: str, value: Any, expected: str) -> None:
+    if value is not None and (not isinstance(value, (str, PathLike)) or not str(value)):
+        raise ConfigError(f"{name}={value!r} is not a path: pass {expected}, or leave it out")
+
+
+def _check_hang_seconds(seconds: Any) -> None:
+    if seconds is not None and not (is_non_nan_number(seconds) and 0 < seconds < math.inf):
+        raise ConfigError(
+            f"hang_seconds={seconds!r} is not a positive number of seconds: pass more than a slow step takes with"
+            " evaluation and saving, or leave it out"
+        )
 
 
 def _number(name: str, value: Any) -> float:

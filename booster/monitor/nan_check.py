@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,16 +35,7 @@ _MAX_NAMES = 5
 
 @contextmanager
 def detect_nonfinite(model: ModelWrapper, optimizer: OptimizerWrapper | None, *, action: str) -> Iterator[None]:
-    """Check a model in a block; see `Booster.debug_nonfinite`.
-
-    Args:
-        model: Boosted model.
-        optimizer: Optimizer whose losses and gradients are checked, optional; defaults to all.
-        action: "raise" or "log".
-
-    Raises:
-        ConfigError: The action is unknown.
-    """
+    """Check a model in a block; see `Booster.debug_nonfinite`."""
     if action not in _ACTIONS:
         raise ConfigError(
             f"debug_nonfinite(action={action!r}): the action is unknown: write action='raise' for an error or"
@@ -158,12 +149,12 @@ class _NonfiniteDetector(StepCallback):
         self._records = _Records()  # a pipeline's backward has finished when the loss is known
         names = {self._model.logical_name(name) for name, _ in self._model.named_parameters()}
         nonfinite = [part.name for part in self._model.tensor_slices() if _has_nonfinite(part.tensor)]
-        report = _LossReport(
-            loss=None if math.isfinite(value) else str(value),
-            modules=modules,
-            parameters=list(dict.fromkeys(name for name in nonfinite if name in names)),
-        )
-        text = _format_loss([_LossReport(**one) for one in _all_gather_reports(asdict(report))])
+        report = {
+            "loss": None if math.isfinite(value) else str(value),
+            "modules": modules,
+            "parameters": list(dict.fromkeys(name for name in nonfinite if name in names)),
+        }
+        text = _format_loss(_all_gather_reports(report))
         self._report(optimizer, text, skips_step=optimizer.loss_scaler is not None)
 
     def on_gradients(self, optimizer: Any, named: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> None:
@@ -175,8 +166,8 @@ class _NonfiniteDetector(StepCallback):
         found = optimizer.accumulation.found_nonfinite if has_scale else _any_rank(len(held) > 0)
         if not found:
             return
-        report = _GradientReport(held=held, gradients_of=notes.gradients_of, gradients_at=notes.gradients_at)
-        text = _format_gradients([_GradientReport(**one) for one in _all_gather_reports(asdict(report))])
+        report = {"held": held, "gradients_of": notes.gradients_of, "gradients_at": notes.gradients_at}
+        text = _format_gradients(_all_gather_reports(report))
         if not has_scale:
             self._report(optimizer, f"{text}. {_ABOUT_GRADIENTS}")
             return
@@ -236,30 +227,12 @@ _RAISED = "Nothing was updated; to continue without this step, call optimizer.ze
 _LOGGED = "The run continues, and a step with this makes the parameters inf or nan, too"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _LossReport:
-    """Report of one rank about a nonfinite loss; `loss` is None where the local one is finite."""
-
-    loss: str | None
-    modules: Sequence[Sequence[Any]]
-    parameters: Sequence[str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _GradientReport:
-    """Report of one rank about nonfinite gradients; `held` are those that it updates with."""
-
-    held: Sequence[str]
-    gradients_of: Sequence[str]
-    gradients_at: str | None
-
-
-def _format_loss(reports: Sequence[_LossReport]) -> str:
-    losses = [f"{one.loss} on rank {rank}" for rank, one in enumerate(reports) if one.loss is not None]
+def _format_loss(reports: Sequence[Mapping[str, Any]]) -> str:
+    losses = [f"{one['loss']} on rank {rank}" for rank, one in enumerate(reports) if one["loss"] is not None]
     lines = [
         f"the loss is not finite after {current_progress().num_steps} steps: {', '.join(losses)} of {len(reports)}"
     ]
-    notes = {rank: one.modules for rank, one in enumerate(reports) if one.modules}
+    notes = {rank: one["modules"] for rank, one in enumerate(reports) if one["modules"]}
     for rank, modules in notes.items():
         named, *others = [_format_module(*one) for one in modules]
         lines.append(f"on rank {rank} the first module with an output that is not finite was {named}")
@@ -267,7 +240,7 @@ def _format_loss(reports: Sequence[_LossReport]) -> str:
             lines.append(f"after it {', '.join(others)}")
     if not notes:
         lines.append("the outputs of all modules were finite, so the criterion computed it")
-    names = list(dict.fromkeys(name for one in reports for name in one.parameters))
+    names = list(dict.fromkeys(name for one in reports for name in one["parameters"]))
     lines.append(f"parameters that are not finite: {_format_names(names)}")
     return f"{'; '.join(lines)}. {_ABOUT_PARAMETERS if names else _ABOUT_LOSSES}"
 
@@ -277,16 +250,15 @@ def _format_module(name: str, had_finite_inputs: bool) -> str:
     return f"{name!r} (its {inputs})" if name else f"the model itself (its {inputs})"
 
 
-def _format_gradients(reports: Sequence[_GradientReport]) -> str:
-    held = list(dict.fromkeys(name for one in reports for name in one.held))
+def _format_gradients(reports: Sequence[Mapping[str, Any]]) -> str:
+    held = list(dict.fromkeys(name for one in reports for name in one["held"]))  # what they update with
     lines = [f"gradients are not finite after {current_progress().num_steps} steps: those of {_format_names(held)}"]
-    produced = {rank: one for rank, one in enumerate(reports) if one.gradients_of or one.gradients_at is not None}
-    for rank, one in produced.items():
-        first = ""
-        if one.gradients_at is not None:
-            output = f"the output of {one.gradients_at!r}" if one.gradients_at else "the model's output"
-            first = f", first at {output}"
-        lines.append(f"rank {rank} computed nonfinite gradients of {_format_names(one.gradients_of)}{first}")
+    produced = [(rank, one["gradients_of"], one["gradients_at"]) for rank, one in enumerate(reports)]
+    produced = [one for one in produced if one[1] or one[2] is not None]
+    for rank, names, module in produced:
+        output = f"the output of {module!r}" if module else "the model's output"
+        first = "" if module is None else f", first at {output}"
+        lines.append(f"rank {rank} computed nonfinite gradients of {_format_names(names)}{first}")
     if not produced:
         lines.append(
             "the gradients of each rank were finite: their sum over the ranks was too large, or a hook has changed them"

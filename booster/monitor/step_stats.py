@@ -52,7 +52,6 @@ class StepStats(StepCallback):
         self.clear()
 
     def clear(self) -> None:
-        """Reset the statistics after a record."""
         self.num_steps = self.num_skipped = 0
         self.loss_sum: Any = 0.0
         self.loss_weight = 0.0

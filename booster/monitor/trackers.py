@@ -74,11 +74,7 @@ class MLflowLogger:
 
 
 def check_settings(name: str, settings: Any) -> None:
-    """Check the settings of a tracker.
-
-    Raises:
-        ConfigError: They are neither a name nor keyword arguments.
-    """
+    """Raise `ConfigError` if a tracker's settings are neither a name nor keyword arguments."""
     is_named = isinstance(settings, str) and settings
     if not is_named and not (isinstance(settings, Mapping) and all(isinstance(key, str) for key in settings)):
         raise ConfigError(

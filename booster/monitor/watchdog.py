@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import _get_default_group
 from booster.comm import group_rank, group_size, is_initialized
 from booster.comm.store_barrier import RankStore
 from booster.errors import format_ranks
-from booster.fault_tolerance.heartbeat import progress_from_json, progress_to_json
+from booster.fault_tolerance.heartbeat import progress_from_json
 from booster.fault_tolerance.progress import CollectiveInfo, Progress, current_progress
 from booster.fault_tolerance.threads import join_at_exit
 
@@ -56,12 +56,10 @@ class RankStatus:
 
 
 def status_to_json(status: RankStatus) -> str:
-    """Serialize a status for `status_from_json`."""
-    return json.dumps({**asdict(status), "progress": progress_to_json(status.progress)})
+    return json.dumps(asdict(status))
 
 
 def status_from_json(text: str) -> RankStatus:
-    """Inverse of `status_to_json`."""
     fields = json.loads(text)
     return RankStatus(**{**fields, "progress": progress_from_json(fields["progress"])})
 
@@ -161,13 +159,11 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="booster-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._last_step_time = time.perf_counter()
         join_at_exit(self._thread, self._stopping.set)
         self._thread.start()
 
     def on_step_end(self) -> None:
-        """Record that a step finished."""
         self._last_step_time = time.perf_counter()
 
     def stop(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,62 +11,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from booster.compatibility import takes_foreign
-from booster.deprecation import DeprecatedAlias, DeprecatedOverrides, renamed_arguments
+from booster.deprecation import DeprecatedAlias, renamed_arguments
 from booster.errors import CheckpointError, ConfigError
 from booster.validation import check_flag
 
 from .adam_update import MOMENTS, AdamGroupUpdate, AdamParamUpdate, Hyperparameters, StepArguments, check_no_variants
 from .base import (
-    _NoCast,
+    CheckedOptimizer,
     check_decay_rates,
     check_learning_rate,
     check_non_negative,
     init_moments,
     init_step_counter,
     moment_dtype,
-    wrap_states,
 )
 from .nvme_offload.settings import OffloadSettings
 from .nvme_offload.states import DiskStates
 from .step import AdamStep
 
 _KEYWORD_ADVICE = "give arguments after lr by keyword, as their order is not that of torch.optim.AdamW"
-
-
-def check_hyperparameters(group: Mapping[str, Any]) -> None:
-    """Check the hyperparameters of a param group, defaults included.
-
-    Raises:
-        ConfigError: A value is out of range, or the group enables an unsupported variant.
-    """
-    check_no_variants(group)
-    check_learning_rate(group)
-    check_non_negative(group, "eps")
-    check_non_negative(group, "weight_decay")
-    check_decay_rates(group, "betas", 2, example=(0.9, 0.999))
-
-
-def check_state_dict(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Check that a `state_dict` belongs to an Adam optimizer for parameters of these shapes.
-
-    torch checks that the numbers of groups and parameters match.
-
-    Args:
-        state_dict: Result of some optimizer's `state_dict`.
-        groups: Param groups to load it into.
-
-    Raises:
-        ConfigError: The state belongs to another kind of optimizer, or to another model.
-    """
-    for saved, group in zip(state_dict["param_groups"], groups, strict=False):
-        missing = [key for key in ("lr", "betas", "eps", "weight_decay") if key not in saved]
-        if missing:
-            raise ConfigError(
-                f"the state_dict has no {missing[0]!r} in a param group, so it belongs to an optimizer other than Adam:"
-                " load the state of torch.optim.Adam, AdamW or an Adam of this package"
-            )
-        for index, parameter in zip(saved["params"], group["params"], strict=False):
-            _check_moments(state_dict["state"].get(index, {}), parameter)
 
 
 def _check_moments(state: Mapping[str, Any], parameter: Tensor) -> None:
@@ -85,41 +48,31 @@ def _check_moments(state: Mapping[str, Any], parameter: Tensor) -> None:
             )
 
 
-class AdamBase(DeprecatedOverrides, Optimizer):
+class AdamBase(CheckedOptimizer):
     """Adam and AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019).
 
     Hyperparameters, states and `state_dict` have torch.optim.AdamW's names and meanings, and each loads the other's.
-    States of CPU parameters are fp32 for bf16 and fp16 parameters as well. For `fused_step` see `FusedUpdate`.
-
-    Args:
-        params: Tensors, or param groups.
-        lr: Learning rate.
-        bias_correction: If True, the moments are corrected for their initialization to zero.
-        betas: Decay rates of the moments.
-        eps: Term added to the denominator.
-        weight_decay: Weight decay.
-        adamw_mode: If True, AdamW's decoupled weight decay; if False, Adam's L2 term in the gradient.
-        offload: Fraction and directory of states on disk.
-
-    Raises:
-        ConfigError: A hyperparameter or a parameter is invalid.
+    States of CPU parameters are fp32 for bf16 and fp16 parameters as well. For `fused_step` see `FusedUpdate`, for the
+    arguments `CPUAdam`.
     """
 
     # torch.amp.GradScaler then passes grad_scale and found_inf to `step` instead of unscaling the gradients.
     _step_supports_amp_scaling = True
 
+    @takes_foreign(model_params="params")
     def __init__(
         self,
         params: Any,
-        *,
-        lr: float | Tensor,
-        bias_correction: bool,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-        adamw_mode: bool,
-        offload: OffloadSettings,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        adamw_mode: bool = True,
+        nvme_offload_fraction: float = 0.0,
+        nvme_offload_dir: str | os.PathLike[str] | None = None,
     ) -> None:
+        offload = OffloadSettings.from_arguments(nvme_offload_fraction, nvme_offload_dir)
         for name, value in (("bias_correction", bias_correction), ("adamw_mode", adamw_mode)):
             check_flag(name, value, advice=_KEYWORD_ADVICE)
         defaults: dict[str, Any] = {
@@ -133,29 +86,19 @@ class AdamBase(DeprecatedOverrides, Optimizer):
         }
         if not bias_correction:  # torch has no such key: set only where torch's AdamW would compute something else
             defaults["bias_correction"] = False
-        check_hyperparameters(defaults)
+        self._check_group(defaults)
         defaults["betas"] = tuple(betas)
         self._offload = offload
         self._disk = DiskStates(offload)
         self._failed_step: AdamStep | None = None
         super().__init__(params, defaults)
 
-    # Param groups.
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group, as `torch.optim.Optimizer.add_param_group` does.
-
-        Raises:
-            ConfigError: A hyperparameter or a parameter is invalid.
-        """
-        check_hyperparameters({**self.defaults, **param_group})
-        super().add_param_group(param_group)
-        try:
-            for parameter in self.param_groups[-1]["params"]:
-                self._check_parameter(parameter)
-        except ConfigError:
-            self.param_groups.pop()
-            raise
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        check_no_variants(group)
+        check_learning_rate(group)
+        check_non_negative(group, "eps")
+        check_non_negative(group, "weight_decay")
+        check_decay_rates(group, "betas", 2, example=(0.9, 0.999))
 
     def _check_parameter(self, parameter: Tensor) -> None:
         if parameter.is_complex():
@@ -341,46 +284,37 @@ class AdamBase(DeprecatedOverrides, Optimizer):
         self.check_states()
         return super().state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a `state_dict` of this class or of torch.optim.Adam or AdamW; fp32 states stay fp32.
-
-        Raises:
-            ConfigError: The disk has too little free space, or the state belongs to another kind of optimizer, an
-                unsupported variant, or parameters of other shapes.
-        """
-        check_state_dict(state_dict, self.param_groups)
+    def _check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise ConfigError if a state is not one of Adam for these parameters, or does not fit on the disk."""
+        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=False):
+            missing = [key for key in ("lr", "betas", "eps", "weight_decay") if key not in saved]
+            if missing:
+                raise ConfigError(
+                    f"the state_dict has no {missing[0]!r} in a param group, so it belongs to an optimizer other than"
+                    " Adam: load the state of torch.optim.Adam, AdamW or an Adam of this package"
+                )
+            for index, parameter in zip(saved["params"], group["params"], strict=False):
+                _check_moments(state_dict["state"].get(index, {}), parameter)
         for group in state_dict["param_groups"]:
-            check_hyperparameters({**self.defaults, **group})
+            self._check_group({**self.defaults, **group})
         self.prepare_states()
-        handle = self.register_load_state_dict_pre_hook(wrap_states)  # after the user's hooks
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_offload": self._offload}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
         if "_disk" not in self.__dict__:  # a copy: states from the disk are in memory until its first step
-            self._disk = DiskStates(self._offload)
+            self._disk = DiskStates(state["_offload"])
             self._failed_step = None
-        for group in self.param_groups:
-            for key, value in self.defaults.items():
-                group.setdefault(key, value)
-        for parameter, values in self.state.items():
-            for key, value in values.items():
-                if not isinstance(value, _NoCast):
-                    continue
-                loaded = value.tensor
-                memory = self.allocate_state(parameter, key, tuple(loaded.shape), loaded.dtype)
-                if memory is None:
-                    values[key] = loaded.to(parameter.device)
-                elif (memory.device, memory.dtype) == (loaded.device, loaded.dtype) and not self._disk.holds(parameter):
-                    values[key] = loaded  # torch's optimizers use the loaded tensors without a copy as well
-                else:
-                    values[key] = memory if memory.data_ptr() == loaded.data_ptr() else memory.copy_(loaded)
+        super().__setstate__(state)
+
+    def _loaded(self, parameter: Tensor, key: str, value: Tensor) -> Tensor:
+        memory = self.allocate_state(parameter, key, tuple(value.shape), value.dtype)
+        if memory is None:
+            return value.to(parameter.device)
+        if (memory.device, memory.dtype) == (value.device, value.dtype) and not self._disk.holds(parameter):
+            return value  # torch's optimizers use the loaded tensors without a copy as well
+        return memory if memory.data_ptr() == value.data_ptr() else memory.copy_(value)
 
 
 class FusedAdam(AdamBase):
@@ -410,61 +344,15 @@ class FusedAdam(AdamBase):
         adamw_mode: bool = True,
         weight_decay: float = 0.0,
     ) -> None:
-        super().__init__(
-            params,
-            lr=lr,
-            bias_correction=bias_correction,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            adamw_mode=adamw_mode,
-            offload=OffloadSettings(),
-        )
+        super().__init__(params, lr, bias_correction, betas, eps, weight_decay, adamw_mode)
 
 
 class HybridAdam(AdamBase):
     """Adam and AdamW on each parameter's device: `CPUAdam`'s kernel on the CPU, torch's fused kernel elsewhere.
 
-    Accelerators run concurrently with the CPU. Their states have their parameter's dtype.
-
-    Args:
-        params: Tensors, or param groups.
-        lr: Learning rate.
-        bias_correction: If True, the moments are corrected for their initialization to zero.
-        betas: Decay rates of the moments.
-        eps: Term added to the denominator.
-        weight_decay: Weight decay.
-        adamw_mode: If True, AdamW's decoupled weight decay; if False, Adam's L2 term in the gradient.
-        nvme_offload_fraction: Fraction of the CPU parameters' states on disk; see `CPUAdam`.
-        nvme_offload_dir: Directory of the state files; see `CPUAdam`.
-
-    Raises:
-        ConfigError: An argument is invalid.
+    Accelerators run concurrently with the CPU. Their states have their parameter's dtype. Arguments and errors are
+    those of `CPUAdam`, for parameters on any device.
     """
-
-    @takes_foreign(model_params="params")
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0,
-        adamw_mode: bool = True,
-        nvme_offload_fraction: float = 0.0,
-        nvme_offload_dir: str | os.PathLike[str] | None = None,
-    ) -> None:
-        super().__init__(
-            params,
-            lr=lr,
-            bias_correction=bias_correction,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            adamw_mode=adamw_mode,
-            offload=OffloadSettings.from_arguments(nvme_offload_fraction, nvme_offload_dir),
-        )
 
 
 class CPUAdam(HybridAdam):

@@ -31,11 +31,7 @@ class Hyperparameters:
 
     @classmethod
     def from_group(cls, group: Mapping[str, Any]) -> Hyperparameters:
-        """Return the hyperparameters of a param group.
-
-        Raises:
-            ConfigError: The group enables an unsupported variant.
-        """
+        """Return the hyperparameters of a param group; raise `ConfigError` if it enables an unsupported variant."""
         check_no_variants(group)
         beta1, beta2 = group["betas"]
         return cls(
@@ -101,11 +97,7 @@ class AdamGroupUpdate:
 
 
 def check_no_variants(group: Mapping[str, Any]) -> None:
-    """Check that a param group enables neither AMSGrad nor differentiable updates.
-
-    Raises:
-        ConfigError: It does.
-    """
+    """Raise `ConfigError` if a param group enables AMSGrad or differentiable updates."""
     for variant in ("amsgrad", "differentiable"):
         if group.get(variant):
             raise ConfigError(
@@ -207,7 +199,6 @@ def run_kernel(
 
 
 def increment_steps(updates: Sequence[AdamParamUpdate]) -> None:
-    """Increment the step counters."""
     if updates:
         # 1 as a tensor: from a number, torch would create one tensor per parameter.
         torch._foreach_add_([update.step for update in updates], torch.ones(()), alpha=1.0)

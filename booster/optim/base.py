@@ -33,7 +33,7 @@ class _NoCast:
     tensor: Tensor
 
 
-def wrap_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _wrap_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Pre-hook of `load_state_dict`: returns a state_dict with its state tensors wrapped in `_NoCast`."""
     wrapped = {
         index: {key: _NoCast(value) if isinstance(value, Tensor) else value for key, value in values.items()}
@@ -42,7 +42,66 @@ def wrap_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
     return {**state_dict, "state": wrapped}
 
 
-class OptimizerBase(DeprecatedOverrides, Optimizer):
+class CheckedOptimizer(DeprecatedOverrides, Optimizer):
+    """Optimizer that checks its param groups, and whose states keep their dtype when they are loaded."""
+
+    @abstractmethod
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        """Raise ConfigError if a param group, defaults included, is invalid."""
+
+    @abstractmethod
+    def _check_parameter(self, parameter: Tensor) -> None:
+        """Raise ConfigError if a parameter is not supported."""
+
+    @abstractmethod
+    def _check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise ConfigError if a state does not belong to this optimizer."""
+
+    @abstractmethod
+    def _loaded(self, parameter: Tensor, key: str, value: Tensor) -> Any:
+        """Return the state that is kept for a loaded one."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group, as `torch.optim.Optimizer.add_param_group` does.
+
+        Raises:
+            ConfigError: A hyperparameter or a parameter is invalid.
+        """
+        self._check_group({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        try:
+            for parameter in self.param_groups[-1]["params"]:
+                self._check_parameter(parameter)
+        except ConfigError:
+            self.param_groups.pop()
+            raise
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a `state_dict` of this class, an Adam's also of torch.optim.Adam or AdamW; fp32 states stay fp32.
+
+        Raises:
+            ConfigError: The state belongs to another kind of optimizer, an unsupported variant, or parameters of other
+                shapes, or the disk has too little free space for the states.
+        """
+        self._check_state_dict(state_dict)
+        handle = self.register_load_state_dict_pre_hook(_wrap_states)  # after the user's hooks
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+        for parameter, values in self.state.items():
+            for key, value in values.items():
+                if isinstance(value, _NoCast):
+                    values[key] = self._loaded(parameter, key, value.tensor)
+
+
+class OptimizerBase(CheckedOptimizer):
     """Optimizer with fp32 arithmetic and fp32 states for bf16 and fp16 parameters.
 
     It is `booster.interface.ShardAware`: statistics of a full parameter are summed over the ranks that hold its shards.
@@ -67,10 +126,6 @@ class OptimizerBase(DeprecatedOverrides, Optimizer):
     # Implemented by each optimizer.
 
     @abstractmethod
-    def _check_group(self, group: Mapping[str, Any]) -> None:
-        """Raise ConfigError if a param group, defaults included, is invalid."""
-
-    @abstractmethod
     def _update(self, steps: list[ParamUpdate]) -> None:
         """Update the weights. Collective if there are shards."""
 
@@ -78,23 +133,12 @@ class OptimizerBase(DeprecatedOverrides, Optimizer):
         """Return the shape of a state tensor, or None if `key` is not a state tensor of the parameter."""
         return tuple(parameter.shape) if key in self._moments else None
 
-    # Param groups.
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group, as `torch.optim.Optimizer.add_param_group` does.
-
-        Raises:
-            ConfigError: A hyperparameter or a parameter is invalid.
-        """
-        self._check_group({**self.defaults, **param_group})
-        super().add_param_group(param_group)
-        for parameter in self.param_groups[-1]["params"]:
-            if parameter.is_complex():
-                self.param_groups.pop()
-                raise ConfigError(
-                    f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}, and {type(self).__name__}"
-                    " does not support complex parameters: pass torch.view_as_real of them, or use torch.optim.AdamW"
-                )
+    def _check_parameter(self, parameter: Tensor) -> None:
+        if parameter.is_complex():
+            raise ConfigError(
+                f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}, and {type(self).__name__}"
+                " does not support complex parameters: pass torch.view_as_real of them, or use torch.optim.AdamW"
+            )
 
     def use_shards(self, shards: Shards) -> None:
         """Set the shards that the param groups hold from now on; see `booster.interface.ShardAware`.
@@ -197,19 +241,6 @@ class OptimizerBase(DeprecatedOverrides, Optimizer):
     def check_states(self) -> None:
         """Do nothing, as states in memory can always be read."""
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a `state_dict` of this class; fp32 states stay fp32.
-
-        Raises:
-            ConfigError: The state belongs to another optimizer class, or to parameters of other shapes.
-        """
-        self._check_state_dict(state_dict)
-        handle = self.register_load_state_dict_pre_hook(wrap_states)  # after the user's hooks
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
-
     def _check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         name = type(self).__name__
         for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=False):
@@ -236,19 +267,10 @@ class OptimizerBase(DeprecatedOverrides, Optimizer):
                 " optimizer of the same class, for the same model, with the parameters in the same order"
             )
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:
-            for key, value in self.defaults.items():
-                group.setdefault(key, value)
-        for parameter, values in self.state.items():
-            for key, value in values.items():
-                if not isinstance(value, _NoCast):
-                    continue
-                if self._state_shape(parameter, key) is not None:
-                    values[key] = value.tensor.to(parameter.device, _state_dtype(parameter))
-                else:
-                    values[key] = int(value.tensor) if key == "step" else value.tensor
+    def _loaded(self, parameter: Tensor, key: str, value: Tensor) -> Any:
+        if self._state_shape(parameter, key) is not None:
+            return value.to(parameter.device, _state_dtype(parameter))
+        return int(value) if key == "step" else value
 
 
 def _state_dtype(parameter: Tensor) -> torch.dtype:
@@ -256,7 +278,6 @@ def _state_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def moment_dtype(parameter: Tensor) -> torch.dtype:
-    """Return the dtype of a parameter's moments."""
     dtype = parameter.dtype
     # torch's fused kernels on accelerators require the same dtype for parameter and states.
     return sum_dtype(dtype) if parameter.is_cpu else dtype
@@ -288,11 +309,7 @@ def init_moments(state: dict[str, Any], parameter: Tensor) -> None:
 
 
 def check_learning_rate(group: Mapping[str, Any]) -> None:
-    """Check the `lr` of a param group.
-
-    Raises:
-        ConfigError: It is missing, or is not a single finite non-negative number.
-    """
+    """Raise `ConfigError` unless the `lr` of a param group is a single finite non-negative number."""
     lr = group["lr"]
     if lr is None:
         raise ConfigError("lr=None, and this optimizer computes no learning rate itself: pass lr=2e-4 or similar")
@@ -327,11 +344,7 @@ def check_non_negative(
 
 
 def check_decay_rates(group: Mapping[str, Any], name: str, count: int, *, example: tuple[float, ...]) -> None:
-    """Check that a hyperparameter is a sequence of `count` numbers in [0, 1).
-
-    Raises:
-        ConfigError: It is not.
-    """
+    """Raise `ConfigError` unless a hyperparameter is a sequence of `count` numbers in [0, 1)."""
     values = group[name]
     is_sequence = isinstance(values, Sequence) and not isinstance(values, str) and len(values) == count
     if not is_sequence or not all(_is_number(value) and 0.0 <= float(value) < 1.0 for value in values):
@@ -341,11 +354,7 @@ def check_decay_rates(group: Mapping[str, Any], name: str, count: int, *, exampl
 
 
 def check_flags(group: Mapping[str, Any], *names: str) -> None:
-    """Check that hyperparameters are bools.
-
-    Raises:
-        ConfigError: One is not, which often means that positional arguments are in the wrong order.
-    """
+    """Raise `ConfigError` unless hyperparameters are bools: positional arguments may be in the wrong order."""
     for name in names:
         check_flag(
             name,

@@ -39,57 +39,6 @@ def row_and_column_shapes(shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[
     return (*shape[:-1], 1), (*shape[:-2], 1, shape[-1])
 
 
-class FactoredStatistics:
-    """Row and column statistics of a factored parameter, of which this rank may hold a shard.
-
-    Args:
-        step: Update of the parameter.
-    """
-
-    def __init__(self, step: ParamUpdate) -> None:
-        self._step = step
-        self._row_shape, self._column_shape = row_and_column_shapes(step.shape)
-
-    def sums_of_squares(self, tensor: Tensor) -> Tensor:
-        """Return this rank's addends to the sums of squares over rows and over columns, as one vector.
-
-        Args:
-            tensor: Tensor of the shape of this rank's shard.
-        """
-        rows = tensor.new_zeros(self._row_shape)
-        columns = tensor.new_zeros(self._column_shape)
-        for block in self._step.blocks(tensor):
-            if block.is_owned:
-                squares = block.view.square()
-                of_rows, of_columns = _row_and_column_slices(block.box)
-                rows[of_rows] += squares.sum(dim=-1, keepdim=True)
-                columns[of_columns] += squares.sum(dim=-2, keepdim=True)
-        return torch.cat([rows.flatten(), columns.flatten()])
-
-    def means(self, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the means over rows and columns, given `sums_of_squares` reduced over all ranks."""
-        rows, columns = sums.split([torch.Size(self._row_shape).numel(), torch.Size(self._column_shape).numel()])
-        *_, num_rows, num_columns = self._step.shape
-        return rows.view(self._row_shape) / num_columns, columns.view(self._column_shape) / num_rows
-
-    def precondition(self, tensor: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """Return a tensor divided by the root of the estimate; see Note [Factored second moments]. Padding is zero.
-
-        Args:
-            tensor: Tensor of the shape of this rank's shard.
-            rows: Means of squares over rows.
-            columns: Means of squares over columns.
-        """
-        row_factors = (rows / rows.mean(dim=-2, keepdim=True)).rsqrt()
-        column_factors = columns.rsqrt()
-        result = torch.zeros_like(tensor)
-        for source, target in zip(self._step.blocks(tensor), self._step.blocks(result), strict=True):
-            of_rows, of_columns = _row_and_column_slices(source.box)
-            torch.mul(source.view, row_factors[of_rows], out=target.view)
-            target.view.mul_(column_factors[of_columns])
-        return result
-
-
 def _row_and_column_slices(box: Sequence[tuple[int, int]]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
     """Return the indices of a block in the row and column states."""
     *matrices, rows, columns = (slice(offset, offset + length) for offset, length in box)
@@ -124,8 +73,17 @@ class FactoredBase(OptimizerBase):
         return row_and_column_shapes(shape)[0 if side == "row" else 1]
 
     def _sums_of_squares(self, step: ParamUpdate, tensor: Tensor) -> Tensor:
-        """Return this rank's addends to the sums of `_update_factored_second_moment`; empty if not factored."""
-        return FactoredStatistics(step).sums_of_squares(tensor) if is_factored(step.shape) else tensor.new_zeros(0)
+        """Return this rank's addends to the sums of squares over rows and over columns; empty if not factored."""
+        if not is_factored(step.shape):
+            return tensor.new_zeros(0)
+        rows, columns = (tensor.new_zeros(shape) for shape in row_and_column_shapes(step.shape))
+        for block in step.blocks(tensor):
+            if block.is_owned:
+                squares = block.view.square()
+                of_rows, of_columns = _row_and_column_slices(block.box)
+                rows[of_rows] += squares.sum(dim=-1, keepdim=True)
+                columns[of_columns] += squares.sum(dim=-2, keepdim=True)
+        return torch.cat([rows.flatten(), columns.flatten()])
 
     def _update_factored_second_moment(
         self, step: ParamUpdate, moment: str, sums: Tensor, tensor: Tensor, *, decay: float, eps: float
@@ -144,15 +102,26 @@ class FactoredBase(OptimizerBase):
             squares = self._state_tensor(step, moment)
             squares.mul_(decay).addcmul_(tensor, tensor, value=1.0 - decay).add_(eps * (1.0 - decay))
             return
-        for key, means in zip(("row", "col"), FactoredStatistics(step).means(sums), strict=True):
+        row_shape, column_shape = row_and_column_shapes(step.shape)
+        rows, columns = sums.split([math.prod(row_shape), math.prod(column_shape)])
+        *_, num_rows, num_columns = step.shape
+        pairs = (("row", rows.view(row_shape) / num_columns), ("col", columns.view(column_shape) / num_rows))
+        for key, means in pairs:
             self._state_tensor(step, f"{moment}_{key}").mul_(decay).add_(means + eps, alpha=1.0 - decay)
 
     def _preconditioned(self, step: ParamUpdate, moment: str, tensor: Tensor) -> Tensor:
-        """Return a new tensor: `tensor` divided by the root of a second moment."""
+        """Return a new tensor: `tensor` divided by the root of a second moment. Padding is zero."""
         if not is_factored(step.shape):
             return tensor * self._state_tensor(step, moment).rsqrt()
         rows, columns = (self._state_tensor(step, f"{moment}_{key}") for key in ("row", "col"))
-        return FactoredStatistics(step).precondition(tensor, rows, columns)
+        row_factors = (rows / rows.mean(dim=-2, keepdim=True)).rsqrt()
+        column_factors = columns.rsqrt()
+        result = torch.zeros_like(tensor)
+        for source, target in zip(step.blocks(tensor), step.blocks(result), strict=True):
+            of_rows, of_columns = _row_and_column_slices(source.box)
+            torch.mul(source.view, row_factors[of_rows], out=target.view)
+            target.view.mul_(column_factors[of_columns])
+        return result
 
     def _clip(self, batch: UpdateBatch, updates: Sequence[Tensor]) -> None:
         """Scale updates in place so that their root mean squares meet the threshold. Collective, one all-reduce."""

@@ -72,7 +72,6 @@ class AdamStep:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all updates are done."""
         return not self._remaining_updates()
 
     def has_same_states(self, states: Mapping[Any, Any]) -> bool:
@@ -101,7 +100,6 @@ class AdamStep:
 
     @property
     def has_partial_update(self) -> bool:
-        """Whether a parameter is partially updated."""
         return self._on_disk is not None and any(
             0 < num_left < update.parameter.numel() for update, num_left in self._on_disk.unfinished()
         )

@@ -50,22 +50,11 @@ def targets_of(batch: Any) -> Any:
     return batch
 
 
-def loss_function(criterion: Callable[..., Any] | None) -> Callable[[Any, Any], torch.Tensor]:
-    """Return a function of (outputs, batch) that computes the loss.
-
-    Args:
-        criterion: Function of (outputs, targets); None for models that return their loss.
-    """
-
-    def loss_of(outputs: Any, batch: Any) -> torch.Tensor:
-        loss: torch.Tensor = _own_loss(outputs) if criterion is None else criterion(outputs, targets_of(batch))
-        return loss
-
-    return loss_of
-
-
-def _own_loss(outputs: Any) -> Any:
-    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+def loss_of(criterion: Callable[[Any, Any], torch.Tensor] | None, outputs: Any, batch: Any) -> torch.Tensor:
+    """Return the loss that a criterion computes from outputs and targets, or without one the model's own."""
+    if criterion is not None:
+        return criterion(outputs, targets_of(batch))
+    loss: torch.Tensor | None = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if loss is None:
         raise ConfigError(
             f"the Trainer has criterion=None, and the model returned a {type(outputs).__name__} without a loss: pass a"
@@ -111,7 +100,6 @@ def batches_of(loader: Any) -> Iterator[Any]:
 
 
 def is_last_batch() -> bool:
-    """Return whether the current batch is the last of its epoch."""
     position = active_position()
     return position is not None and position.is_last
 

@@ -27,81 +27,6 @@ from .state import TrainerState
 # updated: it starts with the value of that first update, as torch's `AveragedModel` does.
 
 
-class WeightAverage:
-    """Exponential moving average of the trained weights of a boosted optimizer.
-
-    Args:
-        optimizer: Boosted optimizer.
-        decay: Weight of the average in `decay * average + (1 - decay) * weight`.
-        name: Name of the state in `optimizer.state` and in checkpoints.
-    """
-
-    def __init__(self, optimizer: OptimizerWrapper, decay: float, name: str) -> None:
-        self._optimizer = optimizer
-        self._decay = decay
-        self._name = name
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """Add the current weights to the average. No communication."""
-        self._optimizer.wait_for_weights()
-        averages: list[torch.Tensor] = []
-        weights: list[torch.Tensor] = []
-        for parameter in self._trained():
-            state = self._optimizer.state.get(parameter)
-            if state and self._name in state:
-                averages.append(state[self._name])
-                weights.append(parameter.detach())
-            elif state or self._has_gradient(parameter):
-                self._optimizer.state[parameter][self._name] = parameter.detach().clone()
-        if averages:
-            torch._foreach_lerp_(averages, weights, 1.0 - self._decay)
-
-    @torch.no_grad()
-    def exchange(self) -> None:
-        """Swap the averages with the weights, in the model as well. Collective.
-
-        Raises:
-            ConfigError: There are accumulated gradients without a step.
-        """
-        if self._optimizer.accumulation.is_open:
-            raise ConfigError(
-                "the averages of EMAHook change places with the weights in the middle of an accumulation, whose"
-                " gradients belong to the weights: do it after optimizer.step()"
-            )
-        self._optimizer.write_weights(self._swap)
-
-    def _swap(self) -> None:
-        for parameter in self._trained():
-            average = self._optimizer.state.get(parameter, {}).get(self._name)
-            if average is not None:
-                weight = parameter.detach().clone()
-                parameter.copy_(average)
-                average.copy_(weight)
-
-    def check_dtypes(self) -> None:
-        """Check that the averages are not rounded to the weights that they started from.
-
-        Raises:
-            ConfigError: A weight that is updated has a low-precision dtype.
-        """
-        low = next((one for one in self._trained() if one.dtype in LOW_PRECISION), None)
-        if low is not None:
-            raise ConfigError(
-                f"EMAHook averages weights of {low.dtype} without fp32 master weights, to which an update of"
-                f" {1.0 - self._decay:.2g} of the difference is rounded away: boost the model in fp32 with"
-                " mixed_precision='bf16', or use a plugin with master_weights=True"
-            )
-
-    def _trained(self) -> Iterator[nn.Parameter]:
-        for group in self._optimizer.param_groups:
-            yield from (one for one in group["params"] if one.requires_grad and one.numel() > 0)
-
-    def _has_gradient(self, parameter: nn.Parameter) -> bool:
-        """Return whether the step has updated a parameter, of which its optimizer keeps no state."""
-        return parameter.grad is not None or self._optimizer.model_parameter(parameter).grad is not None
-
-
 class EMAHook(Hook):
     """Exponential moving average of the weights, under every plugin; evaluations in `fit` run with it.
 
@@ -141,32 +66,50 @@ class EMAHook(Hook):
             raise ConfigError(f"EMAHook(name={name!r}): give the state a name such as 'ema', other than 'master'")
         self.priority = priority
         self._decay, self._every, self._evaluates, self._name = float(decay), every, evaluates, name
-        self._average: WeightAverage | None = None
-        self._trainer: TrainerState | None = None
+        self._trainer: TrainerState | None = None  # set when there may be averages
         self._is_applied = False
         self._is_exchanged = False  # whether the model has the averages as its weights
 
     def before_fit(self, trainer: TrainerState) -> None:
-        if self._average is None:
-            average = WeightAverage(trainer.optimizer, self._decay, self._name)
-            average.check_dtypes()
-            self._average = average
+        if self._trainer is None:
+            low = next((one for one in _trained(trainer.optimizer) if one.dtype in LOW_PRECISION), None)
+            if low is not None:
+                raise ConfigError(
+                    f"EMAHook averages weights of {low.dtype} without fp32 master weights, to which an update of"
+                    f" {1.0 - self._decay:.2g} of the difference is rounded away: boost the model in fp32 with"
+                    " mixed_precision='bf16', or use a plugin with master_weights=True"
+                )
             trainer.optimizer.register_step_hook(self._update)
-        elif self._trainer is not None and self._trainer.optimizer is not trainer.optimizer:
+        elif self._trainer.optimizer is not trainer.optimizer:
             raise ConfigError(
                 "an EMAHook was given to a Trainer, and averages the weights of another optimizer: make one for each"
                 " optimizer"
             )
         self._trainer = trainer
 
+    @torch.no_grad()
     def _update(self) -> None:
+        """Add the current weights to the averages where that is due. No communication."""
         trainer = self._trainer
         assert trainer is not None
-        assert self._average is not None
+        optimizer = trainer.optimizer
         # `trainer.step` is not counted yet. A step outside of `fit` belongs to another loop.
         is_due = (trainer.step + 1) % self._every == 0
-        if trainer.is_fitting and is_due and not trainer.optimizer.step_was_skipped:
-            self._average.update()
+        if not trainer.is_fitting or not is_due or optimizer.step_was_skipped:
+            return
+        optimizer.wait_for_weights()
+        averages: list[torch.Tensor] = []
+        weights: list[torch.Tensor] = []
+        for parameter in _trained(optimizer):
+            state = optimizer.state.get(parameter)
+            if state and self._name in state:
+                averages.append(state[self._name])
+                weights.append(parameter.detach())
+            elif state or parameter.grad is not None or optimizer.model_parameter(parameter).grad is not None:
+                # The step has updated the parameter, of which its optimizer may keep no state.
+                optimizer.state[parameter][self._name] = parameter.detach().clone()
+        if averages:
+            torch._foreach_lerp_(averages, weights, 1.0 - self._decay)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the settings; the averages are in the optimizer.
@@ -198,9 +141,25 @@ class EMAHook(Hook):
 
     def _use_averages(self, is_wanted: bool) -> None:
         """Make the averages the model's weights, or the weights again. Collective if that is a change."""
-        if self._average is not None and self._is_exchanged != is_wanted:
-            self._average.exchange()
-            self._is_exchanged = is_wanted
+        if self._trainer is None or self._is_exchanged == is_wanted:
+            return
+        optimizer = self._trainer.optimizer
+        if optimizer.accumulation.is_open:
+            raise ConfigError(
+                "the averages of EMAHook change places with the weights in the middle of an accumulation, whose"
+                " gradients belong to the weights: do it after optimizer.step()"
+            )
+        with torch.no_grad():
+            optimizer.write_weights(lambda: self._swap(optimizer))
+        self._is_exchanged = is_wanted
+
+    def _swap(self, optimizer: OptimizerWrapper) -> None:
+        for parameter in _trained(optimizer):
+            average = optimizer.state.get(parameter, {}).get(self._name)
+            if average is not None:
+                weight = parameter.detach().clone()
+                parameter.copy_(average)
+                average.copy_(weight)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -211,7 +170,7 @@ class EMAHook(Hook):
         Raises:
             ConfigError: `fit` was not called, or there are accumulated gradients.
         """
-        if self._average is None:
+        if self._trainer is None:
             raise ConfigError("EMAHook.applied() has no averages yet: call Trainer.fit() with the hook first")
         raise_on_all_ranks(error_of(self._check_not_applied))
         self._use_averages(True)
@@ -237,3 +196,8 @@ class EMAHook(Hook):
     def _check_not_applied(self) -> Any:
         if self._is_applied:
             raise ConfigError("EMAHook.applied() is entered already: leave its block first")
+
+
+def _trained(optimizer: OptimizerWrapper) -> Iterator[nn.Parameter]:
+    for group in optimizer.param_groups:
+        yield from (one for one in group["params"] if one.requires_grad and one.numel() > 0)

@@ -140,11 +140,7 @@ Given = str | Mapping[str, Any] | type[GradientHandler]
 
 
 def resolve_gradient_handlers(given: Sequence[Given]) -> list[tuple[type[GradientHandler], dict[str, Any]]]:
-    """Return the classes and their arguments.
-
-    Raises:
-        ConfigError: A name is unknown, or an entry is none of `Given`.
-    """
+    """Return the classes and their arguments; raise `ConfigError` for an entry that is unknown or not `Given`."""
     if isinstance(given, (str, Mapping, type)):
         raise ConfigError(f"gradient_handlers={given!r} is a single handler: pass a list, as in [{given!r}]")
     return [_resolve(one) for one in given]

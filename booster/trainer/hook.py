@@ -78,17 +78,11 @@ def hook_name(hook: object) -> str:
 
 
 def priority_of(hook: object) -> int:
-    """Return the priority of a hook."""
     return int(getattr(hook, "priority", DEFAULT_PRIORITY))
 
 
 def check_hook(hook: object) -> None:
-    """Check that an object is a hook.
-
-    Raises:
-        ConfigError: It is a class, has no method of a hook, a misspelt one or one that takes other arguments, or its
-            priority is not a number.
-    """
+    """Raise `ConfigError` unless an object is a hook: with points, no misspelt ones, a priority, and no class."""
     if isinstance(hook, type):
         raise ConfigError(
             f"the hook {hook.__name__} is a class, and the Trainer calls objects: write {hook.__name__}()"

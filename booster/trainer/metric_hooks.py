@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from booster.comm import all_gather_numbers, all_gather_text, group_rank
+from booster.comm import all_gather_equal, all_gather_numbers, all_gather_text, group_rank
 from booster.errors import ConfigError
 from booster.validation import check_count, is_non_nan_number
 
@@ -22,9 +21,8 @@ from .state import TrainerState
 
 def gather_floats(numbers: Sequence[float]) -> list[list[float]]:
     """Return the numbers of all ranks, by rank, bit for bit. Collective, with equally many numbers."""
-    count = len(numbers)
-    as_ints = struct.unpack(f"{count}q", struct.pack(f"{count}d", *numbers))
-    return [list(struct.unpack(f"{count}d", struct.pack(f"{count}q", *row))) for row in all_gather_numbers(as_ints)]
+    rows: list[list[float]] = all_gather_equal(torch.tensor([numbers], dtype=torch.float64)).tolist()
+    return rows
 
 
 class _RankSum:
@@ -302,11 +300,7 @@ class BestValue:
     value: float | None
 
     def update(self, metrics: Mapping[str, float]) -> bool:
-        """Return whether the metric has improved, and remember it. A nan has not improved.
-
-        Raises:
-            ConfigError: There is no metric of that name.
-        """
+        """Return whether the metric has improved, which a nan has not; raise `ConfigError` if there is none."""
         if self.monitor not in metrics:
             raise ConfigError(
                 f"{self._owner} monitors {self.monitor!r}, and the metrics are {', '.join(sorted(metrics)) or 'none'}:"

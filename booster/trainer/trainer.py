@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -16,17 +17,19 @@ from booster.comm import check_same_across_ranks
 from booster.data.dataloader import DistributedDataLoader
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
+from booster.logger import get_dist_logger
 from booster.pytree import map_tensors
-from booster.validation import check_clipping, check_count, error_of
+from booster.validation import check_clipping, check_count, check_path, error_of
 
-from .batches import as_batch, batches_of, check_loader, is_last_batch, join_batches, loss_function
+from .batches import as_batch, batches_of, check_loader, is_last_batch, join_batches, loss_of
 from .checkpoint_hook import CheckpointHook
-from .fit_config import AUTO, FitConfig, warn_of_accumulation
 from .gradient_handlers import Given, attach_gradient_handlers, resolve_gradient_handlers
 from .hook import HookList, check_hook
 from .metric_hooks import LossHook
 from .schedule_hook import LRScheduleHook
 from .state import TrainerState
+
+_AUTO = "auto"
 
 # Note [Saved positions]
 # Hooks save at two places, where all else of that place is done: after an iteration, behind its evaluation, and after
@@ -169,13 +172,12 @@ class Trainer(TrainerState):
             CheckpointError: The checkpoint does not fit, or a save failed.
             RankFailedError: Another rank failed; the message names the hook that raised there.
         """
-        config = FitConfig(
-            epochs=epochs, steps=steps, eval_loader=eval_loader, evaluate_every=evaluate_every, resume=resume
-        )
-        dp_size = self.booster.plugin.dp_size
-        error = error_of(lambda: config.check(train_loader, dp_size, has_path=self._checkpoint_path is not None))
-        check_same_across_ranks("Trainer.fit()", config.fingerprint(), error=error)
-        self._config, self.total_steps, self.has_evaluation = config, steps, eval_loader is not None
+        error = error_of(lambda: self._check_fit(train_loader, epochs, steps, eval_loader, evaluate_every, resume))
+        lengths = [f"epochs={epochs}", f"steps={steps}"]
+        lengths += [f"evaluates={eval_loader is not None}", f"evaluate_every={evaluate_every}"]
+        check_same_across_ranks("Trainer.fit()", lengths, error=error)
+        self._epochs, self.total_steps, self.has_evaluation = epochs, steps, eval_loader is not None
+        self._eval_loader, self._evaluate_every = eval_loader, evaluate_every
         self._start_at(train_loader, resume)
         with ExitStack() as self.resources, self._fitting():
             self._hooks.call("before_fit", self)
@@ -185,6 +187,31 @@ class Trainer(TrainerState):
             self._hooks.call("after_fit", self)
             check_same_across_ranks("the end of Trainer.fit()", [f"step={self.step}", f"epoch={self.epoch}"])
         return self.metrics
+
+    def _check_fit(
+        self,
+        train_loader: Any,
+        epochs: int | None,
+        steps: int | None,
+        eval_loader: Any,
+        evaluate_every: int | None,
+        resume: str | PathLike[str] | None,
+    ) -> None:
+        if (epochs is None) == (steps is None):
+            raise ConfigError(f"fit(epochs={epochs}, steps={steps}): give the length of the run by one of them")
+        check_count(**{"steps": steps} if epochs is None else {"epochs": epochs})
+        dp_size = self.booster.plugin.dp_size
+        check_loader(train_loader, "train_loader", dp_size)
+        if eval_loader is not None:
+            check_loader(eval_loader, "eval_loader", dp_size)
+        if evaluate_every is not None:
+            check_count(evaluate_every=evaluate_every)
+            if eval_loader is None:
+                raise ConfigError(f"evaluate_every={evaluate_every} has nothing to evaluate: pass an eval_loader")
+        if resume is not None:
+            check_path("resume", resume)
+        if resume == _AUTO and self._checkpoint_path is None:
+            raise ConfigError("resume='auto' continues from the path of a CheckpointHook, and there is none: add one")
 
     def _start_at(self, train_loader: Any, resume: str | PathLike[str] | None) -> None:
         """Set the position: that of a checkpoint, that of the last `fit` in the same loader's epoch, or a new epoch."""
@@ -200,7 +227,8 @@ class Trainer(TrainerState):
 
     @property
     def _is_done(self) -> bool:
-        return self._is_stopped or self._config.is_reached(self.epoch, self.step)
+        has_epochs = self._epochs is not None and self.epoch >= self._epochs
+        return self._is_stopped or has_epochs or (self.total_steps is not None and self.step >= self.total_steps)
 
     @contextmanager
     def _fitting(self) -> Iterator[None]:
@@ -230,8 +258,8 @@ class Trainer(TrainerState):
             self._end_epoch()
 
     def _end_epoch(self) -> None:
-        if self._config.evaluates_epochs:
-            self.evaluate(self._config.eval_loader)
+        if self._eval_loader is not None and self._evaluate_every is None:
+            self.evaluate(self._eval_loader)
         self._ends_epoch = True
         self._hooks.call("after_epoch", self)
         self.epoch, self.epoch_iteration = self.epoch + 1, 0
@@ -250,15 +278,15 @@ class Trainer(TrainerState):
         self.is_step_end = is_last
         self.iteration, self.epoch_iteration = self.iteration + 1, self.epoch_iteration + 1
         self.step += is_last
-        if is_last and self._config.evaluates_after(self.step):
-            self.evaluate(self._config.eval_loader)
+        if is_last and self._eval_loader is not None and self._evaluate_every and not self.step % self._evaluate_every:
+            self.evaluate(self._eval_loader)
         self._hooks.call("after_iteration", self)
 
     def _forward(self, mode: str, optimizer: OptimizerWrapper | None) -> None:
         result = self.booster.execute_pipeline(
             iter([self.batch]),
             self.model,
-            loss_function(self.criterion),
+            partial(loss_of, self.criterion),
             optimizer,
             return_outputs=self._hooks.needs_outputs(mode),
         )
@@ -372,10 +400,10 @@ class Trainer(TrainerState):
         )
 
     def _load(self, resume: str | PathLike[str]) -> None:
-        path: Any = self._checkpoint_path if resume == AUTO else resume
+        path: Any = self._checkpoint_path if resume == _AUTO else resume
         objects = (self.model, self.optimizer, self.lr_scheduler, self.train_loader)
-        extra = self.booster.load(path, *objects, missing_ok=resume == AUTO)
-        if extra is None and resume == AUTO:
+        extra = self.booster.load(path, *objects, missing_ok=resume == _AUTO)
+        if extra is None and resume == _AUTO:
             return
         if not isinstance(extra, Mapping) or "trainer" not in extra:
             raise ConfigError(
@@ -385,7 +413,12 @@ class Trainer(TrainerState):
         saved = extra["trainer"]
         self.epoch, self.epoch_iteration = saved["epoch"], saved["epoch_iteration"]
         self.iteration, self.step = saved["iteration"], saved["step"]
-        warn_of_accumulation(saved["accumulate"], self.accumulate)
+        if saved["accumulate"] != self.accumulate:
+            get_dist_logger("booster.trainer").warning(
+                f"the run was saved with accumulate={saved['accumulate']}, and continues with"
+                f" accumulate={self.accumulate}: steps have other batches",
+                ranks=[0],
+            )
         # With a larger batch of all ranks the rest of an epoch may hold no batch: the loader is in the next one.
         has_no_rest = self.epoch_iteration > 0 and saved["loader_epoch"] != getattr(self.train_loader, "epoch", None)
         self._is_at_epoch_end = saved["is_at_epoch_end"] or has_no_rest

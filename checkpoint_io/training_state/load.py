@@ -22,7 +22,7 @@ from booster.checkpoint_io.storage import Storage
 from booster.comm import all_gather_bytes, check_same_across_ranks
 from booster.errors import CheckpointError, format_list
 from booster.interface import TensorSlice
-from booster.interface.checkpoint_io import RandomState, TrainingParts
+from booster.interface.checkpoint_io import ProcessRNG, TrainingParts
 from booster.logger import get_dist_logger
 
 from .accumulated_gradients import AccumulatedGradientsLoad
@@ -40,7 +40,7 @@ class RandomStateLoad:
         random_state: Random generators of this process.
     """
 
-    def __init__(self, loader: Loader, directory: Path, num_stored: int, random_state: RandomState) -> None:
+    def __init__(self, loader: Loader, directory: Path, num_stored: int, random_state: ProcessRNG) -> None:
         self._loader = loader
         self._directory = directory
         self._num_stored = num_stored

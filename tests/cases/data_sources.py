@@ -25,9 +25,17 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from booster.data import DistributedDataLoader, dataloader
+
 NUM_SAMPLES = 23
 NUMBERS = list(range(NUM_SAMPLES))
 BATCH_SIZE = 2
+
+
+def active_loader() -> DistributedDataLoader[Any] | None:
+    """Returns the loader of the innermost iteration that has one, or None."""
+    loaders = (one.loader for ref in reversed(dataloader._active_iterations) if (one := ref()) is not None)
+    return next((loader for loader in loaders if loader is not None), None)
 
 
 class CountingSampler(Sampler):  # type: ignore[type-arg]

@@ -7,13 +7,14 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from data_sources import active_loader
 from harness import distributed, run_ranks
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from booster import Booster
 from booster.comm import count_communication
-from booster.data import active_loader, prepare_dataloader
+from booster.data import prepare_dataloader
 from booster.data.dataloader import active_position
 from booster.device import current_device
 from booster.errors import ConfigError, DesyncError, RankFailedError

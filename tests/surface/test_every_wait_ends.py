@@ -73,7 +73,7 @@ ALLOWED = {
         "started.wait": OPERATION,
     },
     "booster/comm/p2p.py": {
-        "message.header.wait": OPERATION,
+        "one.wait": OPERATION,
         "start_receive_tensor(sender, group).wait": OPERATION,
         "start_send_tensor(tensor, receiver, group).wait": OPERATION,
     },

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+from data_sources import active_loader
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -19,7 +20,6 @@ from torch.utils.data import (
 from booster.data import (
     DistributedBatchSampler,
     DistributedDataLoader,
-    active_loader,
     prepare_dataloader,
     shard_dataloader,
 )

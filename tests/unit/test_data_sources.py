@@ -22,6 +22,7 @@ from data_sources import (
     SharedEpoch,
     StatefulStream,
     Stream,
+    active_loader,
     own_numbers,
     package_of,
     web_loader,
@@ -36,7 +37,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from booster.data import DistributedDataLoader, active_loader, prepare_dataloader
+from booster.data import DistributedDataLoader, prepare_dataloader
 from booster.errors import ConfigError
 
 SOURCES = SAMPLERS | DRAWN | STREAMS

@@ -8,10 +8,10 @@ from itertools import islice, product
 
 import pytest
 import torch
-from data_sources import StatefulStream
+from data_sources import StatefulStream, active_loader
 from torch.utils.data import DataLoader, Dataset
 
-from booster.data import DistributedBatchSampler, active_loader, prepare_dataloader
+from booster.data import DistributedBatchSampler, prepare_dataloader
 from booster.errors import ConfigError
 
 

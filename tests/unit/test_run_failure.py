@@ -7,6 +7,7 @@ import re
 import socket
 import threading
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import timedelta
 
 import pytest
@@ -29,7 +30,6 @@ from booster.cli.run.exit_report import (
     without_own_frames,
 )
 from booster.cli.run.launcher_protocol import read_failures, read_message, send_failures
-from booster.fault_tolerance.heartbeat import progress_to_json
 from booster.fault_tolerance.progress import Progress
 
 MINE = "Traceback\nValueError: mine"
@@ -167,7 +167,7 @@ class TestLastSigns:
         store = PrefixStore(f"booster/attempt_{attempt}/launch_{launch}", server)
         store.set(f"card/{rank}", "")
         place = Progress(num_steps=10 * attempt + launch, phases=("backward",), seconds=2.0)
-        note = {"time": 99.5, "state": state, "progress": progress_to_json(place)}
+        note = {"time": 99.5, "state": state, "progress": asdict(place)}
         if heartbeat:
             PrefixStore("booster.heartbeats", PrefixStore("0/", store)).set(str(rank), json.dumps(note))
 
