@@ -14,7 +14,6 @@ from booster.checkpoint_io.layout import PAGE_BYTES
 from booster.checkpoint_io.parallel import CheckpointGroup
 from booster.checkpoint_io.storage import OpenFile, Storage
 from booster.comm import SharedBlocks, all_gather_bytes, any_rank
-from booster.errors import ConfigError
 from booster.kernels.disk_io import DiskQueue, IOTicket, aligned_buffer
 
 MIN_DIRECT_BYTES = 16 * 2**20  # below it the readers' start takes longer than the page cache
@@ -320,10 +319,7 @@ class _CellReads:
 
     def _open(self, cell_bytes: int) -> None:
         self._blocks = aligned_buffer(_NUM_BLOCKS * cell_bytes).numpy().reshape(_NUM_BLOCKS, cell_bytes)
-        try:
-            self._queue = DiskQueue(_NUM_THREADS, backend="threads")
-        except ConfigError:  # no compiled kernel
-            self._queue = DiskQueue(_NUM_THREADS, backend="python")
+        self._queue = DiskQueue(_NUM_THREADS)
 
     def read_private(self, cells: np.ndarray) -> None:
         """Read and consume cells that no other rank of the host needs. An error is kept."""

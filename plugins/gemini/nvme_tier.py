@@ -234,7 +234,7 @@ class DiskTier:
     Args:
         directory: Parent directory of the file, created if missing; optional, defaults to the system's directory for
             temporary files.
-        num_threads: Number of concurrent reads and writes on systems without an asynchronous I/O queue.
+        num_threads: Number of concurrent reads and writes.
 
     Raises:
         ConfigError: The file can't be created, or `num_threads` is less than 1.
@@ -243,7 +243,7 @@ class DiskTier:
     name: Literal["disk"] = "disk"
     has_streams = False
 
-    def __init__(self, directory: str | None, num_threads: int = 2) -> None:
+    def __init__(self, directory: str | None, num_threads: int = 4) -> None:
         self.bytes_held = 0
         queue = DiskQueue(num_threads)
         try:

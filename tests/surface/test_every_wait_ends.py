@@ -116,7 +116,7 @@ ALLOWED = {
     "checkpoint_io/saving/writer.py": {
         "self._changed.wait_for": OWN_THREADS,
     },
-    "checkpoint_io/training_state/save_load.py": {
+    "checkpoint_io/training_state/save.py": {
         "self._saver.wait": SAVES,
     },
     "checkpoint_io/parallel.py": {
@@ -127,9 +127,8 @@ ALLOWED = {
         "pool.shutdown": "as above",
     },
     "kernels/disk_io.py": {
-        "self._request.result": "it is asked for once the request is done",
         "requests.get": "a daemon's thread, which works until it is told to end",
-        "thread.join": OWN_THREADS,
+        "threads[-1].join": OWN_THREADS,
     },
     "plugins/gemini/chunk.py": {
         "self._gather.wait": OPERATION,
