@@ -221,6 +221,11 @@ class DocumentRecord:
     num_bytes: int
     crc32: int
 
+    @classmethod
+    def of(cls, raw: bytes) -> DocumentRecord:
+        """Return the record of a file with this content."""
+        return cls(num_bytes=len(raw), crc32=zlib.crc32(raw))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:

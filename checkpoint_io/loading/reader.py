@@ -18,7 +18,13 @@ import torch
 
 from booster.checkpoint_io.commit import paths_in
 from booster.checkpoint_io.formats.json import MAX_JSON_BYTES, parse_json
-from booster.checkpoint_io.formats.manifest import MANIFEST_KEY, FileRecord, Manifest, check_ranges_cover
+from booster.checkpoint_io.formats.manifest import (
+    MANIFEST_KEY,
+    DocumentRecord,
+    FileRecord,
+    Manifest,
+    check_ranges_cover,
+)
 from booster.checkpoint_io.formats.tensor_files import GROUPS_KEY, TensorFile, open_tensor_file
 from booster.checkpoint_io.layout import OPTIMIZER, SINGLE_FILE_SUFFIXES, FileKind, FileNames
 from booster.checkpoint_io.storage import OpenFile, Storage
@@ -226,7 +232,7 @@ def read_recorded(directory: DirectoryReader, name: str, manifest: Manifest) -> 
             " damaged. Take another copy of the checkpoint"
         )
     raw = directory.read(name)
-    if len(raw) != record.num_bytes or zlib.crc32(raw) != record.crc32:
+    if DocumentRecord.of(raw) != record:
         raise CheckpointError(
             f"{path} differs from its checksum: it is damaged, edited or from another save. Take another copy of the"
             " checkpoint"

@@ -224,9 +224,7 @@ class PlannedPart:
             files_of_index = {final_names.get(name, name): held for name, held in self.plan.layout.files.items()}
             layout = replace(self.plan.layout, files=files_of_index)
             found[self.plan.layout.index] = json_bytes(index_document(layout, sizes, counted))
-        documents = {
-            name: DocumentRecord(num_bytes=len(raw), crc32=zlib.crc32(raw)) for name, raw in sorted(found.items())
-        }
+        documents = {name: DocumentRecord.of(raw) for name, raw in sorted(found.items())}
         files: dict[str, FileRecord] = {}
         for index, file in enumerate(self.plan.files):
             image = self.image(index)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import zlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from booster.interface import TensorSlice
 
 from .async_save import Arena, AsyncSaves, stage_slices
 from .part import CheckpointPart, Images, PlannedPart
-from .writer import PartWrites, Relay, Slices, write_ranges
+from .writer import PartWrites, Relay, SliceOf, write_ranges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,9 +326,9 @@ class Saver:
         if len(set(session.host_of_rank)) > 1:
             self._relay = self._relay or Relay(new_cpu_group(self._ranks.group), self._ranks.rank)
             relay = self._relay
-        slices = [planned_part.part.slices for planned_part in planned]
         if not use_async:
-            _SaveJob(self._ranks, self._storage, request, planned, slices, barrier, relay).run()
+            sources = [partial(_slice_of, planned_part.part.slices) for planned_part in planned]
+            _SaveJob(self._ranks, self._storage, request, planned, sources, barrier, relay).run()
             return
 
         def stage(arena: Arena) -> Callable[[], None]:
@@ -349,6 +349,10 @@ class Saver:
             self._async.wait()
 
 
+def _slice_of(slices: Sequence[TensorSlice], write_range: WriteRange) -> TensorSlice:
+    return slices[write_range.slice_index]
+
+
 @dataclass(slots=True, eq=False)
 class _SaveJob:
     """Phases of a save after planning. They call no collectives, so they can run in the background.
@@ -360,7 +364,7 @@ class _SaveJob:
     _storage: Storage
     _request: SaveRequest
     _planned: Sequence[PlannedPart]
-    _slices: Sequence[Slices]
+    _sources: Sequence[SliceOf]
     _barrier: ErrorBarrier | None
     _relay: Relay | None
     _transaction: Transaction | None = field(default=None, init=False)
@@ -439,9 +443,9 @@ class _SaveJob:
                     for index in range(len(planned_part.plan.files))
                 ],
                 ranges=list(planned_part.plan.ranges(owner=rank, writer=rank)),
-                slices=slices,
+                slice_of=slice_of,
             )
-            for planned_part, slices in zip(self._planned, self._slices, strict=True)
+            for planned_part, slice_of in zip(self._planned, self._sources, strict=True)
         ]
         failure: Exception | None = None
         written: Sequence[Sequence[int]] = [[0] * len(part.ranges) for part in parts]
@@ -456,7 +460,7 @@ class _SaveJob:
                 crcs.extend(part_crcs)
                 continue
             checksums = dict(zip(part.ranges, part_crcs, strict=True))
-            received, relay_failure = self._relay.exchange(self._storage, planned_part.plan, part.files, part.slices)
+            received, relay_failure = self._relay.exchange(self._storage, planned_part.plan, part.files, part.slice_of)
             failure = failure or relay_failure
             checksums |= received
             crcs.extend(checksums[write_range] for write_range in planned_part.plan.ranges(writer=rank))
@@ -488,10 +492,7 @@ class _SaveJob:
         if self._request.manifest_name is not None:
             for name in self._request.documents:
                 self._storage.write_file(directory / name, documents[name])
-            records = {
-                name: DocumentRecord(num_bytes=len(raw), crc32=zlib.crc32(raw))
-                for name, raw in sorted(documents.items())
-            }
+            records = {name: DocumentRecord.of(raw) for name, raw in sorted(documents.items())}
             manifest = Manifest(kind="training_state", files={}, documents=records, metadata=metadata)
             self._storage.write_file(directory / self._request.manifest_name, manifest.encode())
         self._transaction.commit(is_stale=self._is_stale)
