@@ -17,7 +17,7 @@ from booster.checkpoint_io.parallel import CheckpointGroup, run_in_threads
 from booster.checkpoint_io.planning.slices import Box, full_box, overlapping_runs, run_length, run_start
 from booster.comm import all_gather_bytes, any_rank, is_fake_world, max_of_numbers
 from booster.errors import CheckpointError
-from booster.interface import TensorSlice
+from booster.interface import TensorSlice, TensorSpec
 from booster.kernels.checksum import crc32, shift_crc32
 
 from .direct_reads import MIN_DIRECT_BYTES, ByteRange, DirectFiles, DirectOutcome, read_directly
@@ -101,6 +101,15 @@ class _Block:
     region: _Region
     targets: Sequence[_Target]
     record: RangeRecord | None
+
+
+def empty_slice(name: str, spec: TensorSpec, span: tuple[int, int]) -> TensorSlice:
+    """Return a slice over new memory, for elements of the flattening of a tensor."""
+    tensor = torch.empty(span[1] - span[0], dtype=spec.dtype)
+    box = full_box(spec.shape)
+    return TensorSlice(
+        name=name, dtype=spec.dtype, global_shape=spec.shape, box=box, span=span, tensor=tensor, primary=False
+    )
 
 
 def read_slices(

@@ -88,17 +88,7 @@ def load_training_state(
 ) -> Any:
     """Load from a directory, or from the latest committed step below it; return `extra`. Collective.
 
-    Args:
-        ranks: Ranks that load together.
-        storage: Storage of the files.
-        path: Directory.
-        parts: Objects to fill; other contents of the checkpoint are ignored.
-        strict: If True, models must have exactly the stored tensors.
-        verify: "checksums", "before" or "structure".
-        missing_ok: If True, return None and change nothing if there is no training state.
-
-    Raises:
-        CheckpointError: A requested part is missing, does not match or is damaged; see `Booster.load`.
+    For arguments and errors, see `CheckpointIO.load_training_state` and `Booster.load`.
     """
     action = f"loading the training state from {path}"
     check_same_across_ranks("what they load", [action, f"missing_ok={missing_ok}"], ranks.group)

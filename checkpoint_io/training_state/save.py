@@ -104,13 +104,7 @@ class TrainingStateSaver:
     ) -> None:
         """Save into the directory or, with a step, into a step directory below it. Collective.
 
-        Args:
-            checkpoint: Directory.
-            parts: Objects to save.
-            extra: Plain user values; those of rank 0 are written.
-            metadata: JSON metadata of the save.
-            options: Save options.
-            use_async: If True, return after a copy into host memory.
+        For arguments, see `CheckpointIO.save_training_state`; `metadata` is its `facts`.
 
         Raises:
             ConfigError: Invalid numbers, names or paths, or a save between clipping and step.

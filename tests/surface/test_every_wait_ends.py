@@ -104,8 +104,7 @@ ALLOWED = {
         "self.saver.wait": SAVES,
     },
     "checkpoint_io/loading/direct_reads.py": {
-        "read.wait": DISK,
-        "self._ticket.wait": DISK,
+        "ticket.wait": DISK,
     },
     "checkpoint_io/saving/async_save.py": {
         "self._changed.wait_for": SAVES,
