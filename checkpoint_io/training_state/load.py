@@ -256,8 +256,7 @@ def _read_latest(storage: Storage, root: Path, parts: TrainingParts) -> tuple[Pa
             manifest = read_training_manifest(storage, latest.path)
             if manifest is None:
                 raise CheckpointError(f"{latest.path} was removed while it was being loaded: load again")
-            _check_documents(storage, latest.path, manifest, parts)
-            return latest.path, read_document(storage, latest.path, TRAINING_STATE)
+            return latest.path, _read_checked(storage, latest.path, manifest, parts)
         except (CheckpointError, OSError):
             # Unless a newer step has replaced it meanwhile.
             if attempt + 1 == _MAX_ATTEMPTS or latest.path == root or storage.kind(latest.path) is not None:
@@ -265,8 +264,9 @@ def _read_latest(storage: Storage, root: Path, parts: TrainingParts) -> tuple[Pa
     raise AssertionError("the last attempt returns or raises")
 
 
-def _check_documents(storage: Storage, directory: Path, manifest: Manifest, parts: TrainingParts) -> None:
-    """Check that the documents of the requested parts are those that were saved with the training state."""
+def _read_checked(storage: Storage, directory: Path, manifest: Manifest, parts: TrainingParts) -> bytes:
+    """Return the document of a training state, once those of the requested parts are known to be of the same save."""
+    document = b""
     requested = [
         (MODEL, parts.models),
         (OPTIMIZER, parts.optimizers),
@@ -278,11 +278,14 @@ def _check_documents(storage: Storage, directory: Path, manifest: Manifest, part
         is_requested = any(folder in folders and kind.names_of(base) is not None for kind, folders in requested)
         if name != TRAINING_STATE and not is_requested:
             continue
-        if DocumentRecord.of(read_document(storage, directory, name)) != record:
+        raw = read_document(storage, directory, name)
+        document = raw if name == TRAINING_STATE else document
+        if DocumentRecord.of(raw) != record:
             raise CheckpointError(
                 f"{directory / name} is not the file that this training state was saved with: it is damaged, or from"
                 " another save into the same directory. Take another copy, or load only the model by load_model()"
             )
+    return document
 
 
 def _loads(
