@@ -8,7 +8,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ from booster.interface import TensorSlice
 
 from .async_save import Arena, AsyncSaves, stage_slices
 from .part import CheckpointPart, Images, PlannedPart
-from .writer import PartWrites, Relay, SliceOf, write_ranges
+from .writer import PartWrites, Relay, SliceOf, among, write_ranges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +175,7 @@ class Saver:
             self._relay = self._relay or Relay(new_cpu_group(self._ranks.group), self._ranks.rank)
             relay = self._relay
         if not use_async:
-            sources = [partial(_slice_of, planned_part.part.slices) for planned_part in planned]
+            sources = [among(planned_part.part.slices) for planned_part in planned]
             _SaveJob(self._ranks, self._storage, request, planned, sources, barrier, relay).run()
             return
 
@@ -315,10 +314,6 @@ class Saver:
                 " or save elsewhere"
             )
         return planned
-
-
-def _slice_of(slices: Sequence[TensorSlice], write_range: WriteRange) -> TensorSlice:
-    return slices[write_range.slice_index]
 
 
 @dataclass(slots=True, eq=False)

@@ -45,12 +45,7 @@ def disk(tmp_path):
 
 @pytest.fixture
 def no_direct_way(monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.EINVAL, "not with O_DIRECT")
-
-    monkeypatch.setattr("booster.kernels.disk_io.os.preadv", refuse)
-    yield
-    monkeypatch.undo()
+    monkeypatch.setattr(disk_io, "_make_direct", lambda _: False)
 
 
 # What is written is there.
