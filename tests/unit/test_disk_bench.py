@@ -63,7 +63,7 @@ def test_the_limit_is_the_larger_of_disk_and_arithmetic(bench):
 
 
 def test_variants_move_the_same_bytes_and_leave_the_states_valid(bench, disk):
-    variants = bench.variants.Variants(disk, 1, ["python"])
+    variants = bench.variants.Variants(disk, 1)
     steps = variants.steps()
     assert variants.num_bytes == 16 * MIB == 8 * variants.num_parameters
     assert list(steps) == ["raw: plain loop", "raw: queue, python", bench.variants.ON_DISK, bench.variants.IN_MEMORY]
@@ -80,7 +80,7 @@ def test_variants_move_the_same_bytes_and_leave_the_states_valid(bench, disk):
 
 
 def test_wrong_states_are_noticed(bench, disk):
-    variants = bench.variants.Variants(disk, 1, ["python"])
+    variants = bench.variants.Variants(disk, 1)
     variants.steps()[bench.variants.ON_DISK](0)
     assert not variants.has_same_weights()
     variants.close()
