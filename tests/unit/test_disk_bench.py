@@ -66,7 +66,7 @@ def test_variants_move_the_same_bytes_and_leave_the_states_valid(bench, disk):
     variants = bench.variants.Variants(disk, 1)
     steps = variants.steps()
     assert variants.num_bytes == 16 * MIB == 8 * variants.num_parameters
-    assert list(steps) == ["raw: plain loop", "raw: queue, python", bench.variants.ON_DISK, bench.variants.IN_MEMORY]
+    assert list(steps) == ["raw: plain loop", "raw: queue", bench.variants.ON_DISK, bench.variants.IN_MEMORY]
     for index in range(3):
         for name in [*steps][index:] + [*steps][:index]:
             counts = bench.report.ByteCounts()
