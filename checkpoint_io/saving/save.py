@@ -35,7 +35,7 @@ from booster.interface import TensorSlice
 
 from .async_save import Arena, AsyncSaves, stage_slices
 from .part import CheckpointPart, Images, PlannedPart
-from .writer import PartWrites, Relay, SliceOf, among, write_ranges
+from .writer import PartWrites, Relay, SliceOf, write_ranges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +175,9 @@ class Saver:
             self._relay = self._relay or Relay(new_cpu_group(self._ranks.group), self._ranks.rank)
             relay = self._relay
         if not use_async:
-            sources = [among(planned_part.part.slices) for planned_part in planned]
+            sources: list[SliceOf] = [
+                lambda write_range, slices=one.part.slices: slices[write_range.slice_index] for one in planned
+            ]
             _SaveJob(self._ranks, self._storage, request, planned, sources, barrier, relay).run()
             return
 

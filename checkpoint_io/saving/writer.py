@@ -269,11 +269,6 @@ class _WriteJob:
 SliceOf: TypeAlias = Callable[[WriteRange], TensorSlice]  # returns a slice, or the copy of one, that holds the range
 
 
-def among(slices: Sequence[TensorSlice]) -> SliceOf:
-    """Return the function that finds the slice of a range among a rank's slices."""
-    return lambda write_range: slices[write_range.slice_index]
-
-
 @dataclass(frozen=True, slots=True)
 class PartWrites:
     """What this rank writes of one part of a checkpoint.

@@ -26,7 +26,6 @@ from booster.checkpoint_io.saving.writer import (
     STAGING,
     PartWrites,
     StagingBuffers,
-    among,
     read_range,
     write_range_bytes,
     write_ranges,
@@ -35,6 +34,11 @@ from booster.checkpoint_io.storage import Storage
 from booster.interface import TensorSlice
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64, torch.uint8]
+
+
+def among(slices):
+    """Returns the function that finds the slice of a range in a list."""
+    return lambda part: slices[part.slice_index]
 
 
 class Recording(Storage):
