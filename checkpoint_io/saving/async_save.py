@@ -18,7 +18,7 @@ from booster.errors import CheckpointError
 from booster.interface import TensorSlice
 from booster.logger import get_dist_logger
 
-from .writer import SliceOf, host_memory, read_range
+from .writer import host_memory, read_range
 
 # The training waits for the copy, so a few threads share it: plain Python threads, because torch's intra-op threads
 # spin while they wait (see `copy_elements`).
@@ -82,10 +82,11 @@ class _ArenaBlock:
 # of at most MAX_BLOCK_BYTES, one behind the other. Ranges of the plan are shorter than that.
 MAX_BLOCK_BYTES = 256 * 2**20
 
+CopyOf = Callable[[WriteRange], TensorSlice]
 _Copy = tuple[TensorSlice, WriteRange, torch.Tensor]  # a range of a slice, and the bytes that it is copied to
 
 
-def stage_slices(ranges: Sequence[WriteRange], slices: Sequence[TensorSlice], arena: Arena) -> SliceOf:
+def stage_slices(ranges: Sequence[WriteRange], slices: Sequence[TensorSlice], arena: Arena) -> CopyOf:
     """Copy what the ranges write into the arena, for `write_ranges`.
 
     After it returns, the caller may modify its tensors, and free them. Memory: the bytes of the ranges, in the dtype of

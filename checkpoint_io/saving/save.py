@@ -35,7 +35,7 @@ from booster.interface import TensorSlice
 
 from .async_save import Arena, AsyncSaves, stage_slices
 from .part import CheckpointPart, Images, PlannedPart
-from .writer import PartWrites, Relay, SliceOf, write_ranges
+from .writer import PartWrites, Relay, Slices, write_ranges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,10 +175,8 @@ class Saver:
             self._relay = self._relay or Relay(new_cpu_group(self._ranks.group), self._ranks.rank)
             relay = self._relay
         if not use_async:
-            sources: list[SliceOf] = [
-                lambda write_range, slices=one.part.slices: slices[write_range.slice_index] for one in planned
-            ]
-            _SaveJob(self._ranks, self._storage, request, planned, sources, barrier, relay).run()
+            slices = [planned_part.part.slices for planned_part in planned]
+            _SaveJob(self._ranks, self._storage, request, planned, slices, barrier, relay).run()
             return
 
         def stage(arena: Arena) -> Callable[[], None]:
@@ -329,7 +327,7 @@ class _SaveJob:
     _storage: Storage
     _request: SaveRequest
     _planned: Sequence[PlannedPart]
-    _sources: Sequence[SliceOf]
+    _slices: Sequence[Slices]
     _barrier: ErrorBarrier | None
     _relay: Relay | None
     _transaction: Transaction | None = field(default=None, init=False)
@@ -408,9 +406,9 @@ class _SaveJob:
                     for index in range(len(planned_part.plan.files))
                 ],
                 ranges=list(planned_part.plan.ranges(owner=rank, writer=rank)),
-                slice_of=slice_of,
+                slices=slices,
             )
-            for planned_part, slice_of in zip(self._planned, self._sources, strict=True)
+            for planned_part, slices in zip(self._planned, self._slices, strict=True)
         ]
         failure: Exception | None = None
         written: Sequence[Sequence[int]] = [[0] * len(part.ranges) for part in parts]
@@ -425,7 +423,7 @@ class _SaveJob:
                 crcs.extend(part_crcs)
                 continue
             checksums = dict(zip(part.ranges, part_crcs, strict=True))
-            received, relay_failure = self._relay.exchange(self._storage, planned_part.plan, part.files, part.slice_of)
+            received, relay_failure = self._relay.exchange(self._storage, planned_part.plan, part.files, part.slices)
             failure = failure or relay_failure
             checksums |= received
             crcs.extend(checksums[write_range] for write_range in planned_part.plan.ranges(writer=rank))

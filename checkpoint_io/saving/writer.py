@@ -266,7 +266,7 @@ class _WriteJob:
     writes: list[_RangeWrite] = field(default_factory=list)
 
 
-SliceOf: TypeAlias = Callable[[WriteRange], TensorSlice]  # returns a slice, or the copy of one, that holds the range
+Slices: TypeAlias = Sequence[TensorSlice] | Callable[[WriteRange], TensorSlice]
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,12 +276,12 @@ class PartWrites:
     Attributes:
         files: Paths and images of the plan's files, already created in full size.
         ranges: Ranges to write; file order is fastest.
-        slice_of: What the ranges are written from.
+        slices: This rank's slices, by `slice_index`, or a function that returns the copy of a range.
     """
 
     files: Sequence[tuple[Path, FileImage]]
     ranges: Sequence[WriteRange]
-    slice_of: SliceOf
+    slices: Slices
 
 
 def write_ranges(storage: Storage, parts: Sequence[PartWrites], *, num_threads: int = STAGING.count) -> list[list[int]]:
@@ -361,11 +361,12 @@ def write_range_bytes(
 def _jobs(part: PartWrites, checksums: list[int]) -> Iterator[_WriteJob]:
     """Group the ranges into jobs; see Note [Write jobs]."""
     job: _WriteJob | None = None
+    slices = part.slices
     for index, write_range in enumerate(part.ranges):
         if write_range.span[0] == write_range.span[1]:
             continue
         path, image = part.files[write_range.file]
-        source = part.slice_of(write_range)
+        source = slices[write_range.slice_index] if isinstance(slices, Sequence) else slices(write_range)
         start = run_start(source.global_shape, write_range.box, write_range.span[0]) * source.dtype.itemsize
         write = _RangeWrite(index, write_range, source, image.offsets[write_range.name] + start)
         block = (write.offset - image.data_start) // BLOCK_BYTES
@@ -457,7 +458,7 @@ class Relay:
         storage: Storage,
         plan: SavePlan,
         files: Sequence[tuple[Path, FileImage]],
-        slice_of: SliceOf,
+        slices: Slices,
     ) -> tuple[dict[WriteRange, int], OSError | None]:
         """Send this rank's ranges to their writers, and write the ranges of other ranks.
 
@@ -475,7 +476,8 @@ class Relay:
             num_bytes = (write_range.span[1] - write_range.span[0]) * plan.specs[write_range.name].dtype.itemsize
             if write_range.owner == self._rank:
                 buffer = torch.empty(num_bytes, dtype=torch.uint8)
-                read_range(slice_of(write_range), write_range, buffer)
+                source = slices[write_range.slice_index] if isinstance(slices, Sequence) else slices(write_range)
+                read_range(source, write_range, buffer)
                 send(buffer, write_range.writer, self._group)
             elif write_range.writer == self._rank:
                 buffer = torch.empty(num_bytes, dtype=torch.uint8)

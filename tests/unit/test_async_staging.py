@@ -156,11 +156,11 @@ def test_copies_are_what_the_writer_takes(tmp_path):
     ranges = list(plan.ranges(writer=0))
     copy_of = stage_slices(list(plan.ranges(owner=0)), slices, Arena())
     found = []
-    for name, slice_of in (("direct", lambda part: slices[part.slice_index]), ("staged", copy_of)):
+    for name, held in (("direct", slices), ("staged", copy_of)):
         path = tmp_path / name
         with storage.create(path) as file:
             storage.resize(file, image.num_bytes)
-        found.append((write_ranges(storage, [PartWrites([(path, image)], ranges, slice_of)]), path.read_bytes()))
+        found.append((write_ranges(storage, [PartWrites([(path, image)], ranges, held)]), path.read_bytes()))
     assert found[0] == found[1]
 
 

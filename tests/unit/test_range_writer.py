@@ -36,11 +36,6 @@ from booster.interface import TensorSlice
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64, torch.uint8]
 
 
-def among(slices):
-    """Returns the function that finds the slice of a range in a list."""
-    return lambda part: slices[part.slice_index]
-
-
 class Recording(Storage):
     """Notes what is done, and can be told to refuse or to fail."""
 
@@ -126,8 +121,7 @@ class Case:
 
     def write(self, rank, storage=None, **options):
         ranges = list(self.plan.ranges(writer=rank))
-        part = PartWrites(self.files, ranges, among(self.slices_of[rank]))
-        found = write_ranges(storage or Storage(), [part], **options)
+        found = write_ranges(storage or Storage(), [PartWrites(self.files, ranges, self.slices_of[rank])], **options)
         return dict(zip(ranges, found[0], strict=True))
 
     def check(self, expected, checksums):
@@ -242,7 +236,7 @@ def test_checksums_are_in_the_order_of_the_ranges(tmp_path, monkeypatch):
     ranges = [replace(whole, span=(start, start + 1000)) for start in range(0, 100_000, 1000)]
     ranges += [replace(whole, span=(5, 5))]  # nothing
     random.Random(1).shuffle(ranges)
-    (found,) = write_ranges(Storage(), [PartWrites(case.files, ranges, among(case.slices_of[0]))])
+    (found,) = write_ranges(Storage(), [PartWrites(case.files, ranges, case.slices_of[0])])
     assert found == [zlib.crc32(_bits(tensor[slice(*part.span)])) for part in ranges]
     case.check({"a": tensor}, {})
 
@@ -258,8 +252,7 @@ def test_parts_are_written_side_by_side(tmp_path, monkeypatch):
     for rank in range(max(len(case.slices_of) for case, _ in cases)):
         of_rank = [(number, case) for number, (case, _) in enumerate(cases) if rank < len(case.slices_of)]
         parts = [
-            PartWrites(case.files, list(case.plan.ranges(writer=rank)), among(case.slices_of[rank]))
-            for _, case in of_rank
+            PartWrites(case.files, list(case.plan.ranges(writer=rank)), case.slices_of[rank]) for _, case in of_rank
         ]
         for (number, _), part, found in zip(of_rank, parts, write_ranges(Storage(), parts), strict=True):
             checksums[number] |= dict(zip(part.ranges, found, strict=True))
@@ -431,7 +424,7 @@ def test_a_strided_tensor_is_never_copied_whole(tmp_path):
         os.ftruncate(file.descriptor, size)
     image = replace(image, offsets={"a": 4096 - (row - 30) * 4})  # the file begins just before the range
     ranges = [WriteRange(owner=0, writer=0, slice_index=0, name="a", file=0, box=part.box, span=(row - 30, row + 30))]
-    ((checksum,),) = write_ranges(storage, [PartWrites([(path, image)], ranges, among([part]))])
+    ((checksum,),) = write_ranges(storage, [PartWrites([(path, image)], ranges, [part])])
     written = np.fromfile(path, dtype=np.float32, count=60, offset=4096)
     assert written.tolist() == [0, 1, 2] * 10 + [3, 4, 5] * 10
     assert checksum == zlib.crc32(written.tobytes())
