@@ -71,11 +71,7 @@ class PluginConfig(ABC):
 
     @abstractmethod
     def check(self, world_size: int) -> None:
-        """Check all options.
-
-        Raises:
-            ConfigError: An option is invalid.
-        """
+        """Raise `ConfigError` if an option is invalid."""
 
     @property
     def fingerprint(self) -> list[str]:
@@ -191,6 +187,26 @@ def check_memory_is_apart(model: nn.Module, trained: list[nn.Parameter]) -> None
             raise ConfigError(
                 f"{other!r} and {names[id(parameter)]!r} are two parameters in the same memory, which would come apart:"
                 " tie them by making them one nn.Parameter, as in head.weight = embedding.weight"
+            )
+
+
+def refuse_conversion(model: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], where: str) -> None:
+    """Check that `nn.Module._apply(fn)` changes neither dtype nor device of a boosted model's parameters.
+
+    Args:
+        model: The user's model.
+        fn: Function of a parameter.
+        where: What has the parameters, for the message.
+
+    Raises:
+        ConfigError: It does.
+    """
+    for parameter in model.parameters():
+        probe = fn(torch.zeros((), dtype=parameter.dtype, device=parameter.device))
+        if probe.dtype != parameter.dtype or probe.device != parameter.device:
+            raise ConfigError(
+                f"the boosted model was to become {probe.dtype} on {probe.device}, by .to(), .half() or the like, and"
+                f" is {parameter.dtype} on {parameter.device}, where its {where}: do it before boost()"
             )
 
 

@@ -18,7 +18,7 @@ from booster.activation_checkpointing import checkpoint_activations
 from booster.comm import group_size
 from booster.core.activation_schedule import ActivationSchedule, ScheduleItem
 from booster.errors import ConfigError
-from booster.estimate.candidates import ONE_DEVICE, format_seconds, format_setting, format_size
+from booster.estimate.candidates import ONE_DEVICE, Candidate, format_seconds, format_size
 from booster.interface import Plugin, PluginPlan
 from booster.registry import plugin_with_precision
 from booster.single_device import SingleDevicePlugin
@@ -123,20 +123,12 @@ class ParallelPlan(PluginPlan):
             )
 
     def prepare_model(self, model: nn.Module) -> None:
-        """Give the model's layers the plan's activation checkpointing, in place.
-
-        Raises:
-            ConfigError: The model has other layers, or they have activation checkpointing already.
-        """
+        """Give the model's layers the plan's activation checkpointing, in place; see `PluginPlan.prepare_model`."""
         if self.activation_schedule is not None:
             checkpoint_activations(model, "schedule", schedule=self.activation_schedule)
 
     def check_model(self, model: nn.Module) -> None:
-        """Check that the plan was made for a model of this class and size.
-
-        Raises:
-            ConfigError: It was made for another one.
-        """
+        """Check that the plan was made for a model of this class and size; see `PluginPlan.check_model`."""
         name, numel = type(model).__name__, sum(parameter.numel() for parameter in model.parameters())
         if (name, numel) != (self.model, self.num_parameters):
             raise ConfigError(
@@ -145,28 +137,19 @@ class ParallelPlan(PluginPlan):
             )
 
     def make_plugin(self) -> Plugin:
-        """Return a new plugin with the plan's settings.
-
-        Collective: every rank must call it.
-
-        Raises:
-            ConfigError: The launched world has another size, or the plugin refuses the settings.
-        """
+        """Return a new plugin with the plan's settings; see `PluginPlan.make_plugin`. Collective."""
         self.check_world()
         if self.plugin == ONE_DEVICE:
             return SingleDevicePlugin()
         return plugin_with_precision(self.plugin, self.mixed_precision, **self.settings)
 
     def __str__(self) -> str:
-        settings = dict(self.settings)
-        if self.mixed_precision is not None:
-            settings["mixed_precision"] = self.mixed_precision
-        parts = [self.plugin, *(f"{key}={format_setting(value)}" for key, value in settings.items())]
+        name = Candidate(plugin=self.plugin, settings=self.settings, mixed_precision=self.mixed_precision).name
         time = "" if self.seconds is None else f", {format_seconds(self.seconds)} a step"
         batches = "1 batch" if self.batches == 1 else f"{self.batches} batches"
         if self.activation_schedule is not None:
-            parts.append(str(ActivationSchedule.from_json(self.activation_schedule)))
-        return f"{' '.join(parts)}: {format_size(self.memory)} per rank{time} of {batches}"
+            name += f" {ActivationSchedule.from_json(self.activation_schedule)}"
+        return f"{name}: {format_size(self.memory)} per rank{time} of {batches}"
 
 
 def _encode(value: Any) -> Any:

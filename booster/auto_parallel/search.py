@@ -10,13 +10,14 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
-from booster.comm import all_gather_text, fake_world, group_rank, group_size
+from booster.comm import all_gather_text, group_rank, group_size
 from booster.core.activation_schedule import ActivationSchedule
 from booster.errors import BoosterError, ConfigError
 from booster.estimate.allocation_tracker import MemoryParts
 from booster.estimate.candidates import (
     Candidate,
     CandidateResult,
+    ask_plugin,
     estimate_candidate,
     fastest,
     format_notes,
@@ -26,7 +27,6 @@ from booster.estimate.candidates import (
     format_table,
     least_communication,
     least_memory,
-    make_plugin,
 )
 from booster.estimate.estimate import MemoryEstimate, TrainingRecipe
 from booster.estimate.machine_profile import MachineProfile
@@ -35,7 +35,6 @@ from booster.estimate.step_time import StepTime
 from booster.pytree import iter_tensors
 
 from .plan import ParallelPlan
-from .solved_settings import solve_settings
 
 Objective: TypeAlias = Literal["time", "memory"]
 OBJECTIVES: tuple[Objective, ...] = ("time", "memory")
@@ -102,11 +101,7 @@ class SearchResult:
         )
 
     def format(self, notes: Sequence[str] = ()) -> str:
-        """Return the ranking as text: a table, why the rest is out, and the choice.
-
-        Args:
-            notes: Lines before the reasons.
-        """
+        """Return the ranking as text: a table, notes, why the rest is out, and the choice."""
         text = [format_table(self.results, self.best), format_notes(self.results, notes)]
         best = self.best
         if best is None or best.estimate is None:
@@ -141,9 +136,9 @@ def search(
         recipe: Model, optimizer and batch.
         candidates: Plugins and settings.
         num_ranks: World size.
-        objective: "time" or "memory".
+        objective: "time" or "memory"; without a profile, fewest bytes sent stand for the least time.
         device_memory: Available memory per rank in bytes.
-        profile: Speed of the machine; optional, without it fewest bytes sent stand for the least time.
+        profile: Speed of the machine, optional.
         plans_activations: If True, candidates recompute as few activations as it takes to fit the device memory.
         needs_accelerator_to_offload: If True, candidates that offload to the host are out where the profile is that of
             a CPU, whose memory is the host's.
@@ -154,7 +149,7 @@ def search(
     """
     reasons = [refusals(candidate) for candidate in candidates]
     usable = [one for one, reason in zip(candidates, reasons, strict=True) if not reason]
-    usable, unsolved = solve_settings(recipe, usable, profile)
+    usable, unsolved = _solve_plans(recipe, usable, profile)
     estimate = partial(
         estimate_candidate,
         recipe,
@@ -182,9 +177,44 @@ def search(
     )
 
 
+def _solve_plans(
+    recipe: TrainingRecipe, candidates: Sequence[Candidate], profile: MachineProfile | None
+) -> tuple[list[Candidate], list[CandidateResult]]:
+    """Return the candidates with solved placements in place of `plan="solve"`, and why others have none. Collective."""
+    solved: list[Candidate] = []
+    refused: list[CandidateResult] = []
+    for candidate in candidates:
+        try:
+            has_plan = candidate.settings.get("plan") != "solve"
+            solved.append(candidate if has_plan else _solve_plan(recipe, candidate, profile))
+        except BoosterError as error:
+            refused.append(CandidateResult(candidate=candidate, reason=str(error)))
+    return solved, refused
+
+
+def _solve_plan(recipe: TrainingRecipe, candidate: Candidate, profile: MachineProfile | None) -> Candidate:
+    from .placements import solve_placements  # needs scipy, and imports DTensor's rules
+
+    tp_size = candidate.settings.get("tp_size", 1)
+    if profile is None:
+        raise ConfigError("plan='solve' needs the speed of the machine: measure it, or give --profile or --device")
+    if not isinstance(tp_size, int) or tp_size < 2:
+        raise ConfigError(f"plan='solve' divides layers between tp_size={tp_size!r} ranks: give tp_size=2 or more")
+    solution = solve_placements(
+        recipe.model,
+        recipe.batch,
+        tp_size,
+        profile=profile,
+        criterion=recipe.criterion,
+        optimizer=recipe.optimizer,
+        verify=False,  # the plugin does, when the candidate is estimated
+    )
+    return replace(candidate, settings={**candidate.settings, "plan": dict(solution.plan)})
+
+
 def refuse_pipelines(candidate: Candidate, num_ranks: int) -> str:
     """Return why a candidate with pipeline stages is out, where the loop may call the model itself."""
-    if _pp_size(candidate, num_ranks) == 1:
+    if ask_plugin(candidate, num_ranks, lambda plugin: plugin.pp_size, default=1) == 1:
         return ""
     return (
         "a loop that calls the model can't run stages of a pipeline: write booster.execute_pipeline() in its place, and"
@@ -194,7 +224,7 @@ def refuse_pipelines(candidate: Candidate, num_ranks: int) -> str:
 
 def refuse_small_batches(candidate: Candidate, num_ranks: int, recipe: TrainingRecipe) -> str:
     """Return why a candidate is out whose stages have no microbatch each in a batch."""
-    stages = _pp_size(candidate, num_ranks)
+    stages = ask_plugin(candidate, num_ranks, lambda plugin: plugin.pp_size, default=1)
     samples = next((len(one) for one in iter_tensors(recipe.batch) if one.dim() > 0), 1)
     if stages <= max(1, samples):
         return ""
@@ -211,15 +241,6 @@ def _refuse_offload(result: CandidateResult) -> CandidateResult:
         candidate=result.candidate,
         reason="it offloads to the host's memory, which is the device's own on a CPU: give an accelerator",
     )
-
-
-def _pp_size(candidate: Candidate, num_ranks: int) -> int:
-    """Return the number of pipeline stages; 1 if the plugin can't be made, which the estimate reports."""
-    try:
-        with fake_world(num_ranks):
-            return make_plugin(candidate).pp_size
-    except BoosterError:
-        return 1
 
 
 def _best(results: Sequence[CandidateResult], objective: Objective) -> CandidateResult | None:

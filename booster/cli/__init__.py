@@ -12,7 +12,9 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code: 0 for success, 2 for invalid arguments.
+    """Run the command line and return the exit code; commands raise `BoosterError` for invalid arguments.
+
+    It is 0 for success, 2 for invalid arguments, 130 for Ctrl-C.
 
     Args:
         argv: Arguments without the program name; optional, defaults to those of this process.
@@ -41,3 +43,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BoosterError as error:
         print(f"booster {arguments.command}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"booster {arguments.command}: interrupted by Ctrl-C", file=sys.stderr)
+        return 130

@@ -9,15 +9,17 @@ from typing import Any
 
 from booster.errors import ConfigError
 
-from .check_report import Section, as_json, as_text, problems_of
+from .arguments import add_command
 
 _LONGEST_SECONDS = 86400
 
 
 def add_parser(commands: Any) -> None:
     """Add the parser of `booster check` to argparse's subparsers."""
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser = add_command(
+        commands,
         "check",
+        check,
         help="check the installation",
         description="Check the installation. The exit code is 0 if no problem was found, 1 for a problem, 2 for "
         "invalid arguments.",
@@ -31,15 +33,10 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--comm", action="store_true", help="all-reduce a tensor between two processes")
     parser.add_argument("--comm-timeout", type=float, default=120, metavar="SECONDS", help="time limit of --comm (120)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
-    parser.set_defaults(handle=check)
 
 
 def check(arguments: argparse.Namespace) -> int:
-    """Print the report and return the exit code: 0, 1 for a problem, 2 if no check was selected.
-
-    Raises:
-        ConfigError: The arguments are invalid.
-    """
+    """Print the report and return the exit code: 0, 1 for a problem, 2 if no check was selected."""
     if not arguments.installation and not arguments.comm:
         print(
             "booster check: nothing to check: give -i to check the installation, --comm to check communication",
@@ -50,19 +47,17 @@ def check(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"--comm-timeout={arguments.comm_timeout:g} is out of range: give seconds above 0, up to {_LONGEST_SECONDS}"
         )
-    sections: list[Section] = []
-    if arguments.installation:
-        from . import check_machine  # here: other commands do not need torch
+    from . import check_machine as machine  # here: other commands do not need torch
 
-        sections += [check_machine.versions(), check_machine.extras(), check_machine.torch_backends()]
-        sections += [check_machine.devices(), check_machine.compiler(), check_machine.kernels()]
+    sections: list[machine.Section] = []
+    if arguments.installation:
+        sections += [machine.versions(), machine.extras(), machine.torch_backends()]
+        sections += [machine.devices(), machine.compiler(), machine.kernels()]
     if arguments.comm:
         try:
-            from .check_machine import communication
-
-            sections.append(communication(arguments.comm_timeout))
+            sections.append(machine.communication(arguments.comm_timeout))
         except KeyboardInterrupt:
             print("booster check: terminated by SIGINT, with both processes", file=sys.stderr)
             return 128 + signal.SIGINT
-    print(as_json(sections) if arguments.json else as_text(sections), flush=True)
-    return 1 if problems_of(sections) else 0
+    print(machine.as_json(sections) if arguments.json else machine.as_text(sections), flush=True)
+    return 1 if machine.problems_of(sections) else 0

@@ -1,4 +1,4 @@
-"""Checks of torch, the compiler, the kernels and the devices of this machine."""
+"""Checks of torch, the compiler, the kernels and the devices of this machine, and their report."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,57 @@ import psutil
 import torch
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # no __all__ there
 
-from booster.device import device_type, num_cores, num_devices
+from booster.device import default_backend, device_type, num_cores, num_devices
 from booster.errors import ConfigError
+from booster.kernels.build import KERNELS, BuildError, find_toolchain
+from booster.kernels.loader import kernel_mode, kernel_status
+from booster.launch.environments import available_backends
 from booster.version import __version__
 
-from .check_report import Finding, Section
+_NAME_WIDTH = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Result of one check as text and as values for JSON, and the problem and its remedy, if there is one."""
+
+    name: str
+    text: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """Findings of one category."""
+
+    title: str
+    findings: Sequence[Finding]
+
+
+def problems_of(sections: Sequence[Section]) -> list[str]:
+    """Return the problems in the order of the checks."""
+    return [found.problem for section in sections for found in section.findings if found.problem is not None]
+
+
+def as_text(sections: Sequence[Section]) -> str:
+    """Return a line for each finding, followed by the overall result."""
+    lines = []
+    for section in sections:
+        lines.append(f"{section.title}:")
+        lines += [f"  {found.name:<{_NAME_WIDTH}} {found.text}" for found in section.findings]
+    problems = problems_of(sections)
+    lines.append(f"PROBLEMS: {'; '.join(problems)}" if problems else "OK: all checks passed")
+    return "\n".join(lines)
+
+
+def as_json(sections: Sequence[Section]) -> str:
+    """Return a JSON object with `ok`, `problems`, and an object of facts by name for every section."""
+    problems = problems_of(sections)
+    found: dict[str, Any] = {"ok": not problems, "problems": problems}
+    for section in sections:
+        found[section.title] = {one.name: {**one.data, "ok": one.problem is None} for one in section.findings}
+    return json.dumps(found, indent=2)
 
 
 def accelerators() -> list[Finding]:
@@ -39,12 +85,7 @@ def accelerators() -> list[Finding]:
 
 
 def driver_problem(built_for: str | None, driver: tuple[int, int] | None) -> str | None:
-    """Return why a driver can't run torch's build; None if it can, or if either is missing.
-
-    Args:
-        built_for: CUDA version of torch's build, such as "12.8".
-        driver: Newest CUDA version that the driver supports.
-    """
+    """Return why a driver for CUDA up to a version can't run torch's build, such as "12.8"; None if it can."""
     if built_for is None or driver is None or driver[0] >= int(built_for.split(".")[0]):
         return None  # within a major version older drivers run newer builds
     return (
@@ -138,12 +179,7 @@ _BACKENDS = ("gloo", "nccl", "mpi")
 
 def torch_backends() -> Section:
     """Return the communication backends of this torch, and the default one."""
-    import torch.distributed as dist
-
-    from booster.device import default_backend, device_type
-    from booster.launch.environments import available_backends
-
-    if not dist.is_available():
+    if not torch.distributed.is_available():
         problem_text = "this torch was built without torch.distributed (install one from pytorch.org)"
         return Section(title="torch", findings=[Finding(name="backends", text="MISSING", problem=problem_text)])
     present = available_backends()
@@ -169,8 +205,6 @@ def devices() -> Section:
 
 def compiler() -> Section:
     """Return the C++ compiler for kernels, or the reason why none is usable."""
-    from booster.kernels.build import BuildError, find_toolchain
-
     try:
         toolchain = find_toolchain()
     except BuildError as error:
@@ -183,28 +217,21 @@ def compiler() -> Section:
 
 def kernels() -> Section:
     """Return the status of each kernel: built ("native"), "buildable", or replaced by plain torch ("reference")."""
+    findings = []
     try:
-        findings = _kernels()
+        is_required = kernel_mode() == "native"
+        for kernel in kernel_status(device_type()):
+            problem = None
+            if is_required and kernel.name in KERNELS and kernel.status == "reference":
+                problem = (
+                    f"BOOSTER_KERNELS=native requires kernel {kernel.name}, which is unavailable ({kernel.reason})"
+                )
+            data = {"status": kernel.status, "why": kernel.reason}
+            text = f"{kernel.status} ({kernel.reason})"
+            findings.append(Finding(name=kernel.name, text=text, data=data, problem=problem))
     except ConfigError as error:
         findings = [Finding(name="setting", text=f"WRONG: {error}", problem=str(error))]
     return Section(title="kernels", findings=findings)
-
-
-def _kernels() -> Sequence[Finding]:
-    from booster.device import device_type
-    from booster.kernels.build import KERNELS
-    from booster.kernels.loader import kernel_mode, kernel_status
-
-    is_required = kernel_mode() == "native"
-    findings = []
-    for kernel in kernel_status(device_type()):
-        problem = None
-        if is_required and kernel.name in KERNELS and kernel.status == "reference":
-            problem = f"BOOSTER_KERNELS=native requires kernel {kernel.name}, which is unavailable ({kernel.reason})"
-        data = {"status": kernel.status, "why": kernel.reason}
-        text = f"{kernel.status} ({kernel.reason})"
-        findings.append(Finding(name=kernel.name, text=text, data=data, problem=problem))
-    return findings
 
 
 _MinVersion = tuple[int, int] | None  # minimum version, None for any
@@ -371,11 +398,8 @@ class _RankProcess:
 def communication(timeout_seconds: float, command: Sequence[str] = RANK_COMMAND) -> Section:
     """All-reduce a tensor between two processes, and return the backend and the time taken.
 
-    They communicate as two ranks of this machine: by nccl if there are two CUDA devices, else on the CPU.
-
-    Args:
-        timeout_seconds: Time limit; processes that still run then are killed and reported.
-        command: Command line of each rank.
+    They communicate as two ranks of this machine: by nccl if there are two CUDA devices, else on the CPU. Processes
+    that still run at the timeout are killed and reported.
     """
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="booster_check_") as folder:

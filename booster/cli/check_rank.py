@@ -22,12 +22,7 @@ _REPEATS = 5
 
 
 def main(record_path: str, timeout_seconds: float) -> None:
-    """Run the check and write its progress, result or error as JSON.
-
-    Args:
-        record_path: File for the record, replaced at each step.
-        timeout_seconds: Timeout of set-up and of collectives.
-    """
+    """Run the check; its progress, result or error is written to a JSON file, which each step replaces."""
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     record: dict[str, Any] = {}
 

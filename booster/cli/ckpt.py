@@ -9,6 +9,8 @@ from typing import Any
 
 from booster.errors import CheckpointError
 
+from .arguments import add_command
+
 _PATHS = """\
 A path is a directory written by save_model, save_optimizer or booster.save, a root of step-... directories (the latest
 complete step is used), a Hugging Face directory, an index file, or a single .safetensors, .bin or .pt file. Sources are
@@ -35,14 +37,8 @@ _PIPE_CLOSED = 141  # as in a shell: 128 + SIGPIPE
 
 def add_parser(commands: Any) -> None:
     """Add the parser of `booster ckpt` and its subcommands to argparse's subparsers."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "ckpt",
-        help="inspect, verify, convert and compare checkpoints",
-        description="Inspect, verify, convert and compare checkpoints.",
-        epilog=_PATHS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(handle=run)
+    text = "inspect, verify, convert and compare checkpoints"
+    parser = add_command(commands, "ckpt", run, help=text, description=f"{text.capitalize()}.", epilog=_PATHS)
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     _add_inspect_and_verify(actions)
     _add_convert_and_consolidate(actions)
@@ -79,14 +75,8 @@ def _size(text: str) -> float | str:
 
 
 def _add_action(actions: Any, name: str, text: str, example: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = actions.add_parser(
-        name,
-        help=text,
-        description=f"{text[0].upper()}{text[1:]}.",
-        epilog=f"example:\n  {example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    return parser
+    description = f"{text[0].upper()}{text[1:]}."
+    return add_command(actions, name, run, help=text, description=description, epilog=f"example:\n  {example}")
 
 
 def _add_inspect_and_verify(actions: Any) -> None:

@@ -13,14 +13,18 @@ from typing import Any
 
 from booster.errors import ConfigError
 
+from .arguments import add_command
+
 SCRIPT = Path(__file__).with_name("demo_train.py")
 _WIDTH, _HEIGHT = 64, 12  # of the chart, in characters
 
 
 def add_parser(commands: Any) -> None:
     """Add the parser of `booster demo` to argparse's subparsers."""
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser = add_command(
+        commands,
         "demo",
+        demo,
         help="train a small model on this machine and draw its loss",
         description="Train a small GPT on the source of Python's standard library: half way, and on from the"
         " checkpoint. It takes about a minute on two cores. Nothing is left behind.",
@@ -29,15 +33,10 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--plugin", default="torch_ddp", help="name of a plugin; default: torch_ddp")
     parser.add_argument("--nproc-per-node", type=int, default=2, metavar="N", help="number of processes; default: 2")
     parser.add_argument("--steps", type=int, default=120, help="default: 120")
-    parser.set_defaults(handle=demo)
 
 
 def demo(arguments: argparse.Namespace) -> int:
-    """Train, resume and draw; return the exit code of the first run that fails, else 0.
-
-    Raises:
-        ConfigError: The number of processes or steps is too small.
-    """
+    """Train, resume and draw; return the exit code of the first run that fails, else 0."""
     # Imported here, as this imports torch, which the other commands do not need.
     from booster.monitor.loggers import read_run
 
@@ -59,13 +58,7 @@ def demo(arguments: argparse.Namespace) -> int:
 
 
 def chart(values: Sequence[float], width: int = _WIDTH, height: int = _HEIGHT) -> list[str]:
-    """Return the lines of a chart of values over their index, one character a column.
-
-    Args:
-        values: Finite numbers, at least one.
-        width: Most columns; more values are averaged.
-        height: Rows.
-    """
+    """Return the lines of a chart of finite numbers over their index, a column each, or that of the mean of several."""
     width = min(width, len(values))
     edges = [column * len(values) // width for column in range(width + 1)]
     columns = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]

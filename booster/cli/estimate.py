@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from .training_arguments import (
+from .arguments import (
     MODEL_FORMS,
+    add_command,
+    add_option,
     add_training_arguments,
-    check_activations,
-    check_positive,
-    parse_settings,
+    check_training_arguments,
     title_of,
 )
 
@@ -46,33 +44,26 @@ examples:
 
 def add_parser(commands: Any) -> None:
     """Add the parser of `booster estimate` to argparse's subparsers."""
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser = add_command(
+        commands,
         "estimate",
+        estimate,
         help="estimate the memory of a model under each plugin",
         description="Estimate the memory for training a model on every rank, without allocating any of it.",
         epilog=_MORE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_training_arguments(parser)
     parser.add_argument(
         "--checkpoint", action="store_true", help="add what a save takes; takes two to five times as long"
     )
-    parser.add_argument(
-        "--no-step-time", "--no_step_time", action="store_true", help="predict no times and measure nothing"
-    )
-    parser.set_defaults(handle=estimate)
+    add_option(parser, "--no-step-time", action="store_true", help="predict no times and measure nothing")
 
 
 def estimate(arguments: argparse.Namespace) -> int:
-    """Print the table and return the exit code.
-
-    Raises:
-        ConfigError: The arguments are invalid.
-    """
+    """Print the table and return the exit code."""
     # Imported here, as these import torch, which the other commands do not need.
     from booster.estimate.candidates import (
         fastest,
-        find_candidates,
         format_notes,
         format_recommendation,
         format_table,
@@ -80,24 +71,15 @@ def estimate(arguments: argparse.Namespace) -> int:
         least_memory,
     )
 
-    from .estimate_jobs import EstimateJob, find_machine, load_recipe
+    from .estimate_jobs import EstimateJob, find_machine, prepare
 
-    check_positive(arguments)
-    check_activations(arguments)
-    job = EstimateJob.of(arguments)
-    device_memory = job.device_memory
-    settings = parse_settings(arguments.settings, "--settings")
-    candidates = find_candidates(arguments.plugin, arguments.nproc, settings, arguments.mixed_precision)
-    recipe, source = load_recipe(arguments)
+    check_training_arguments(arguments)
+    candidates, recipe, source, device_memory = prepare(arguments)
     left_out = (None, "step times: left out by --no-step-time")
     profile, profile_note = left_out if arguments.no_step_time else find_machine(arguments)
     source.notes.append(profile_note)
-    job = replace(job, profile=profile)
-    try:
-        results = job.run(recipe, candidates)
-    except KeyboardInterrupt:
-        print("booster estimate: interrupted by Ctrl-C", file=sys.stderr)
-        return 130
+    job = EstimateJob(arguments=arguments, device_memory=device_memory, profile=profile)
+    results = job.run(recipe, candidates)
     if arguments.json:
         print(json.dumps(_as_json(arguments, source, results, device_memory), indent=2))
     else:

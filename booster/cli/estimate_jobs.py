@@ -9,58 +9,34 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from booster.estimate.candidates import Candidate, CandidateResult, bytes_from_text, estimate_candidate
+from booster.estimate.candidates import (
+    Candidate,
+    CandidateResult,
+    bytes_from_text,
+    estimate_candidate,
+    find_candidates,
+)
 from booster.estimate.estimate import TrainingRecipe
 from booster.estimate.machine_profile import MachineProfile, load_profile
 from booster.estimate.model_sources import ModelSource
 from booster.estimate.processes import in_processes
 
+from .arguments import find_optimizer, load_training_model, parse_settings
 from .profile_mesh import MeasurementError, profile_for
-from .training_arguments import find_optimizer, load_training_model
 
 _LARGE_NUMEL, _FEW = 2**32, 4  # a model and a number of candidates that are worth other processes from the start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimateJob:
-    """What estimates of several candidates have in common.
-
-    Attributes:
-        arguments: Arguments of the command.
-        device_memory: Available memory per rank in bytes; None if not given.
-        profile: Speed of the machine, optional.
-        checkpoint: If True, simulate saves too.
-        plans_activations: If True, candidates recompute as little as fits the device memory.
-    """
+    """What estimates of several candidates have in common; `profile` is None if no times are predicted."""
 
     arguments: argparse.Namespace
     device_memory: int | None
     profile: MachineProfile | None = None
-    checkpoint: bool = False
-    plans_activations: bool = False
-
-    @classmethod
-    def of(cls, arguments: argparse.Namespace) -> EstimateJob:
-        """Return the job that the arguments describe, without a profile.
-
-        Raises:
-            ConfigError: --device-memory is not a size.
-        """
-        memory = arguments.device_memory
-        return cls(
-            arguments=arguments,
-            device_memory=None if memory is None else bytes_from_text(memory, "--device-memory"),
-            checkpoint=getattr(arguments, "checkpoint", False),  # an option of `booster estimate`
-            plans_activations=arguments.checkpoint_activations == "auto",
-        )
 
     def run(self, recipe: TrainingRecipe, candidates: Sequence[Candidate]) -> list[CandidateResult]:
-        """Estimate candidates, on all cores if that takes long; report progress on stderr.
-
-        Args:
-            recipe: What the arguments train.
-            candidates: Plugins and settings.
-        """
+        """Estimate candidates of the recipe, on all cores if that takes long; report progress on stderr."""
         numbers = itertools.count(1)
 
         def show(candidate: Candidate) -> None:  # on stderr, so that stdout has the table alone
@@ -77,18 +53,14 @@ class EstimateJob:
             recipe,
             num_ranks=self.arguments.nproc,
             device_memory=self.device_memory,
-            checkpoint=self.checkpoint,
+            checkpoint=getattr(self.arguments, "checkpoint", False),  # an option of `booster estimate`
             profile=self.profile,
-            plans_activations=self.plans_activations,
+            plans_activations=self.arguments.checkpoint_activations == "auto",
         )
 
 
 def find_machine(arguments: argparse.Namespace) -> tuple[MachineProfile | None, str]:
-    """Return the profile of --profile, or of this machine, or None if it can't be measured; and a note about it.
-
-    Raises:
-        ConfigError: The file can't be read.
-    """
+    """Return the profile of --profile, or of this machine, or None if it can't be measured; and a note about it."""
     try:
         profile = profile_for(arguments.nproc) if arguments.profile is None else load_profile(arguments.profile)
     except MeasurementError as error:
@@ -96,12 +68,18 @@ def find_machine(arguments: argparse.Namespace) -> tuple[MachineProfile | None, 
     return profile, f"step times: predicted from {profile.machine} with {profile.num_ranks} rank(s) at work"
 
 
-def load_recipe(arguments: argparse.Namespace) -> tuple[TrainingRecipe, ModelSource]:
-    """Return what the arguments train, and where the model comes from.
+def prepare(
+    arguments: argparse.Namespace,
+) -> tuple[list[Candidate], TrainingRecipe, ModelSource, int | None]:
+    """Return the candidates, what they train, where the model comes from, and the device's memory, if given."""
+    memory = arguments.device_memory
+    device_memory = None if memory is None else bytes_from_text(memory, "--device-memory")
+    settings = parse_settings(arguments.settings, "--settings")
+    candidates = find_candidates(arguments.plugin, arguments.nproc, settings, arguments.mixed_precision)
+    return candidates, *_load_recipe(arguments), device_memory
 
-    Raises:
-        ConfigError: The arguments are invalid.
-    """
+
+def _load_recipe(arguments: argparse.Namespace) -> tuple[TrainingRecipe, ModelSource]:
     optimizer = find_optimizer(arguments.optimizer, arguments.optimizer_settings)
     source = load_training_model(arguments)
     optimizer([one for one in source.model.parameters() if one.requires_grad])  # a mistake in it is one of all settings
@@ -111,5 +89,5 @@ def load_recipe(arguments: argparse.Namespace) -> tuple[TrainingRecipe, ModelSou
 
 def _estimates(job: EstimateJob) -> Callable[[Candidate], CandidateResult]:
     """Return the function that estimates a candidate of a job, in another process."""
-    recipe, _ = load_recipe(job.arguments)
+    recipe, _ = _load_recipe(job.arguments)
     return job.estimator(recipe)

@@ -5,19 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from booster.errors import ConfigError
 
-from .training_arguments import (
+from .arguments import (
     MODEL_FORMS,
+    add_command,
+    add_option,
     add_training_arguments,
-    check_activations,
-    check_positive,
-    parse_settings,
+    check_training_arguments,
     title_of,
 )
 
@@ -52,61 +51,48 @@ examples:
 
 def add_parser(commands: Any) -> None:
     """Add the parser of `booster plan` to argparse's subparsers."""
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser = add_command(
+        commands,
         "plan",
+        plan,
         help="find the plugin and settings that train a model fastest",
         description="Find the plugin and settings that train a model fastest, without allocating any of it.",
         epilog=_MORE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_training_arguments(parser)
     parser.add_argument("--device", metavar="NAME", help="device of another machine (this machine's)")
     parser.add_argument("--interconnect", metavar="A,B", help="links of another machine (the device's own, ib-ndr)")
-    parser.add_argument(
-        "--ranks-per-host", "--ranks_per_host", type=int, metavar="N", help="ranks on a host of another machine (8)"
-    )
+    add_option(parser, "--ranks-per-host", type=int, metavar="N", help="ranks on a host of another machine (8)")
     parser.add_argument(
         "--objective", default="time", choices=["time", "memory"], help="what plans are ranked by (time)"
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="file of the plan")
-    parser.set_defaults(handle=plan)
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    """Print the ranking, write the plan and return the exit code.
-
-    Raises:
-        ConfigError: The arguments are invalid.
-    """
+    """Print the ranking, write the plan and return the exit code."""
     # Imported here, as these import torch, which the other commands do not need.
     from booster.auto_parallel.search import refuse_small_batches, search
-    from booster.estimate.candidates import find_candidates, to_json
+    from booster.estimate.candidates import to_json
 
-    from .estimate_jobs import EstimateJob, load_recipe
+    from .estimate_jobs import EstimateJob, prepare
 
     _check(arguments)
-    job = EstimateJob.of(arguments)
     num_ranks = arguments.nproc
-    settings = parse_settings(arguments.settings, "--settings")
-    candidates = find_candidates(arguments.plugin, num_ranks, settings, arguments.mixed_precision)
+    candidates, recipe, source, device_memory = prepare(arguments)
     profile, note = _machine(arguments)
-    recipe, source = load_recipe(arguments)
-    job = replace(job, profile=profile)
-    try:
-        result = search(
-            recipe,
-            candidates,
-            num_ranks,
-            objective=arguments.objective,
-            device_memory=job.device_memory,
-            profile=profile,
-            needs_accelerator_to_offload=not settings,
-            refusals=lambda one: "" if settings else refuse_small_batches(one, num_ranks, recipe),
-            estimate_all=partial(job.run, recipe),
-        )
-    except KeyboardInterrupt:
-        print("booster plan: interrupted by Ctrl-C", file=sys.stderr)
-        return 130
+    job = EstimateJob(arguments=arguments, device_memory=device_memory, profile=profile)
+    result = search(
+        recipe,
+        candidates,
+        num_ranks,
+        objective=arguments.objective,
+        device_memory=device_memory,
+        profile=profile,
+        needs_accelerator_to_offload=not arguments.settings,
+        refusals=lambda one: "" if arguments.settings else refuse_small_batches(one, num_ranks, recipe),
+        estimate_all=partial(job.run, recipe),
+    )
     found = None if result.best is None else result.plan(recipe, num_ranks)
     if arguments.json:
         values = {
@@ -127,8 +113,7 @@ def plan(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    check_positive(arguments)
-    check_activations(arguments)
+    check_training_arguments(arguments)
     if arguments.ranks_per_host is not None and arguments.ranks_per_host < 1:
         raise ConfigError(f"--ranks-per-host {arguments.ranks_per_host} is not positive: give a number from 1")
     described = [one for one in ("device", "interconnect", "ranks_per_host") if getattr(arguments, one) is not None]

@@ -11,13 +11,16 @@ from typing import Any
 
 from booster.errors import ConfigError
 
+from .arguments import add_command
 from .text import count_text
 
 
 def add_parser(commands: Any) -> None:
     """Add the parser of `booster plot` to argparse's subparsers."""
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser = add_command(
+        commands,
         "plot",
+        plot,
         help="draw the logs of runs",
         description="Draw loss, throughput, memory and the load of experts over steps from logs of Monitor(log=...).",
         epilog="example: booster plot runs/*.jsonl -o loss.png",
@@ -26,15 +29,10 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="image file, such as loss.png")
     panels = ("loss", "throughput", "memory", "experts")  # those of `booster.monitor.loggers`, which imports torch
     parser.add_argument("--only", nargs="+", choices=panels, default=panels, help="panels to draw; default: all")
-    parser.set_defaults(handle=plot)
 
 
 def plot(arguments: argparse.Namespace) -> int:
-    """Draw the runs and return 0.
-
-    Raises:
-        ConfigError: A log can't be read or holds no step, or the image can't be written.
-    """
+    """Draw the runs and return 0."""
     # Imported here, as these import torch, which the other commands do not need.
     from booster.monitor.loggers import draw_runs, read_run
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from booster.errors import ConfigError
 
+from .arguments import add_command
+
 if TYPE_CHECKING:
     from booster.estimate.machine_profile import MachineProfile
 
@@ -36,25 +38,21 @@ exit codes:
 
 def add_parser(commands: Any) -> None:
     """Add the parser of `booster profile-mesh` to argparse's subparsers."""
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser = add_command(
+        commands,
         "profile-mesh",
+        run,
         help="measure this machine, for predicted step times",
         description="Measure the speed of this machine's operators and collectives.",
         epilog=_MORE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("-g", "--nproc", type=int, metavar="N", help="ranks (one per device; on the CPU per core)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="file of the profile, in place of the cache's")
     parser.add_argument("--json", action="store_true", help="print the profile as JSON")
-    parser.set_defaults(handle=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print the speeds and return the exit code.
-
-    Raises:
-        ConfigError: The arguments are invalid.
-    """
+    """Measure, print the speeds and return the exit code."""
     from booster.estimate.machine_profile import default_path
 
     num_ranks = _capacity() if arguments.nproc is None else arguments.nproc
@@ -63,9 +61,6 @@ def run(arguments: argparse.Namespace) -> int:
     path = default_path(num_ranks) if arguments.output is None else arguments.output.absolute()
     try:
         profile = measure(num_ranks, path)
-    except KeyboardInterrupt:
-        print("booster profile-mesh: interrupted by Ctrl-C", file=sys.stderr)
-        return 130
     except MeasurementError as error:
         print(f"booster profile-mesh: {error}", file=sys.stderr)
         return 1

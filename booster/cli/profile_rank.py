@@ -13,11 +13,7 @@ from booster.launch.launch import destroy_world, launch_from_torch
 
 
 def main(path: str | None = None) -> None:
-    """Measure, and write the profile.
-
-    Args:
-        path: File to write; optional, defaults to that of this machine.
-    """
+    """Measure, and write the profile to a file, by default that of this machine."""
     launch_from_torch(verbose=False)
     profile = measure_machine(int(os.environ.get("LOCAL_WORLD_SIZE", group_size())))
     if group_rank() == 0:

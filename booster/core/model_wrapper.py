@@ -85,7 +85,7 @@ class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
         self._compute_device_type = "cpu" if first is None else first.device.type
 
     def unwrap(self) -> nn.Module:
-        """Return the user's model."""
+        """Return the user's model, once weights in flight have arrived."""
         return self.module
 
     def mark_closed(self) -> None:
@@ -211,7 +211,7 @@ class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
             return module
         if module is None:  # __init__ did not run
             raise AttributeError(name)
-        value = getattr(self.unwrap(), name)  # unwrap() waits for weights in flight, which a property may read
+        value = getattr(self.unwrap(), name)
         if inspect.ismethod(value) and value.__self__ is module:
             return functools.wraps(value)(functools.partial(self._run_method, value))
         return value
@@ -280,7 +280,7 @@ class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the user's parameters under the user's names."""
-        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+        return self.unwrap().named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -298,7 +298,7 @@ class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the user's model's `state_dict` on this rank."""
         self.require_complete()
-        return self.module.state_dict(*args, **kwargs)
+        return self.unwrap().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load into the user's model and its fp32 master weights.
@@ -311,7 +311,7 @@ class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
                 "load_state_dict(assign=True) gives a boosted model new parameters, and the optimizer would keep the"
                 " old ones: leave assign out, or load before boost()"
             )
-        result = self.module.load_state_dict(state_dict, strict=strict)
+        result = self.unwrap().load_state_dict(state_dict, strict=strict)
         self.notify_loaded()
         return result
 
@@ -326,7 +326,7 @@ class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
         Raises:
             CheckpointError: The model's state has a value that is not a tensor.
         """
-        state = self.module.state_dict()
+        state = self.unwrap().state_dict()
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         memory = parameters | dict(self.module.named_buffers(remove_duplicate=False))
         slices: list[TensorSlice] = []

@@ -60,12 +60,14 @@ class StatefulOptimizer(Protocol):
     """What checkpoints use of `OptimizerWrapper`, which creates the views of its state and therefore imports them."""
 
     optim: Optimizer
-    model: ModelWrapper
     data_parallel_group: dist.ProcessGroup | None
     is_primary: bool
     loss_scaler: LossScaler | None
     master_weights: MasterWeights | None
     num_skipped_steps: int
+
+    @property
+    def model(self) -> ModelWrapper: ...
 
     @property
     def accumulation(self) -> AccumulationState: ...

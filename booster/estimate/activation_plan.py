@@ -11,7 +11,6 @@ import numpy as np
 from torch import nn
 
 from booster.activation_checkpointing import checkpoint_activations, layers_without_policy
-from booster.comm import fake, group_rank
 from booster.core.activation_budget import LayerCost, MeasuredLayers
 from booster.core.activation_chain import (
     Chain,
@@ -26,19 +25,11 @@ from booster.core.activation_policy import checkpoint_layer
 from booster.core.activation_schedule import ActivationSchedule, names_of
 from booster.core.layer_stacks import layers_of
 from booster.interface import MixedPrecision, Plugin
-from booster.mixed_precision import resolve_mixed_precision
 
 from .allocation_tracker import MemoryParts
-from .estimate import (
-    MemoryEstimate,
-    TrainingRecipe,
-    World,
-    estimate_recipe,
-    simulate_rank,
-    world_of,
-)
+from .estimate import MemoryEstimate, Simulator, TrainingRecipe, estimate_recipe
 from .machine_profile import MachineProfile
-from .repeated_layers import find_repeated_layers
+from .repeated_layers import extrapolate, find_repeated_layers
 from .simulation import SimulatedMemory, backward_segment, layer_segment
 from .step_time import StepTime
 
@@ -101,19 +92,15 @@ def plan_activations(
     if kept.fits:
         return None, kept
     all_names = list(layers_without_policy(recipe.model))
-    world = world_of(plugin, num_ranks, settings, mixed_precision)
-    chains = _measure(recipe, world, mixed_precision, profile, is_launched=isinstance(plugin, Plugin))
+    chains = _measure(Simulator.of(recipe, plugin, num_ranks, settings, mixed_precision, profile))
     if all(one.is_extrapolated for one in chains):
         return _plan_extrapolated(all_names, chains, kept, device_memory)
 
     def simulated(schedule: ActivationSchedule) -> MemoryEstimate:
-        return estimate(replace(recipe, change_model=partial(_follow, schedule)))
+        follow = partial(checkpoint_activations, policy="schedule", schedule=schedule)
+        return estimate(replace(recipe, change_model=follow))
 
     return _plan_simulated(all_names, chains, kept, device_memory, simulated)
-
-
-def _follow(schedule: ActivationSchedule, model: nn.Module) -> None:
-    checkpoint_activations(model, "schedule", schedule=schedule)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,42 +146,29 @@ class _Peaks:
     sent: int
 
     @classmethod
-    def of(cls, memory: SimulatedMemory, names: Sequence[str]) -> _Peaks:
-        segments = memory.segments
+    def of(cls, simulated: SimulatedMemory, names: Sequence[str]) -> _Peaks:
+        segments = simulated.segments
         return cls(
             [segments[layer_segment(name)] for name in names],
             [segments[backward_segment(name)] for name in names],
             segments["start"],
             segments["end"],
-            memory.sent,
+            simulated.memory.sent,
         )
 
 
-def _measure(
-    recipe: TrainingRecipe,
-    world: World,
-    mixed_precision: str | MixedPrecision | None,
-    profile: MachineProfile | None,
-    *,
-    is_launched: bool,
-) -> list[_RankChain]:
+def _measure(simulator: Simulator) -> list[_RankChain]:
     """Simulate the training with all layers recomputed, on one rank of each pipeline stage."""
-    with world(0) as plugin:
-        precision = resolve_mixed_precision(mixed_precision, plugin)
-        ranks = [group_rank()] if is_launched else plugin.representative_ranks()
-        has_segments = not plugin.gathers_layers()
-        unit = plugin.layer_divisor()
-    fake.fake_headers.clear()
-    measure = partial(_simulate, recipe, world, precision, profile)
-    stack = _stack_to_extrapolate(recipe.model, unit)
+    stack = _stack_to_extrapolate(simulator.recipe.model, simulator.layer_divisor)
     found: list[_RankChain] = []
-    for rank in ranks:
-        chain = None if stack is None else _extrapolated_chain(recipe.model, measure, rank, stack, unit, has_segments)
+    for rank in simulator.ranks:
+        chain = None if stack is None else _extrapolated_chain(simulator, rank, stack)
         if chain is None:
-            costs, memory = measure(rank, None)
+            costs, simulated = _simulate(simulator, rank, None)
             names = list(costs)
-            work = [memory.forward_work[layer_segment(name)] for name in names]
-            chain = _chain_of(names, list(costs.values()), work, _Peaks.of(memory, names), has_segments)
+            work = [simulated.forward_work[layer_segment(name)] for name in names]
+            peaks = _Peaks.of(simulated, names)
+            chain = _chain_of(names, list(costs.values()), work, peaks, not simulator.gathers_layers)
         found.append(chain)
     return found
 
@@ -208,23 +182,16 @@ def _stack_to_extrapolate(model: nn.Module, unit: int) -> str | None:
     return stack
 
 
-def _extrapolated_chain(
-    model: nn.Module,
-    measure: Callable[[int, tuple[str, int]], tuple[dict[str, LayerCost], SimulatedMemory]],
-    rank: int,
-    stack: str,
-    unit: int,
-    has_segments: bool,
-) -> _RankChain | None:
+def _extrapolated_chain(simulator: Simulator, rank: int, stack: str) -> _RankChain | None:
     """Return the chain of a rank from two simulations of fewer layers; None if that is not possible."""
-    all_names = list(layers_of(model))
+    unit, all_names = simulator.layer_divisor, list(layers_of(simulator.recipe.model))
     count = len(all_names) // unit  # of the rank
     few = _MIN_LAYERS + (count - _MIN_LAYERS) % 2
     counts = (few, few + 2)
     if counts[1] >= count:
         return None
     try:
-        runs = [measure(rank, (stack, unit * one)) for one in counts]
+        runs = [_simulate(simulator, rank, (stack, unit * one)) for one in counts]
     except Exception:  # any error of a model that depends on its layers: the full run reports real ones
         return None
     blocks = set()
@@ -236,24 +203,20 @@ def _extrapolated_chain(
         blocks.add(block)
     if len(blocks) > 1:
         return None
-    peaks = _extrapolated([_Peaks.of(memory, list(costs)) for costs, memory in runs], counts, count)
-    costs, memory = runs[-1]
+    share = (count - counts[0]) / (counts[1] - counts[0])
+    peaks = _extrapolated([_Peaks.of(simulated, list(costs)) for costs, simulated in runs], share, count)
+    costs, simulated = runs[-1]
     shallow = list(costs)
     like = [shallow[0], *([shallow[1]] * (count - 2)), shallow[-1]]
-    work = [memory.forward_work[layer_segment(name)] for name in like]
+    work = [simulated.forward_work[layer_segment(name)] for name in like]
     block = blocks.pop()
     names = all_names[block * count : (block + 1) * count]
-    made = _chain_of(names, [costs[name] for name in like], work, peaks, has_segments)
+    made = _chain_of(names, [costs[name] for name in like], work, peaks, not simulator.gathers_layers)
     return replace(made, is_extrapolated=True)
 
 
 def _simulate(
-    recipe: TrainingRecipe,
-    world: World,
-    precision: MixedPrecision | None,
-    profile: MachineProfile | None,
-    rank: int,
-    layers: tuple[str, int] | None,
+    simulator: Simulator, rank: int, layers: tuple[str, int] | None
 ) -> tuple[dict[str, LayerCost], SimulatedMemory]:
     """Return the costs of the rank's layers, in the order in which they run, and the memory."""
     policies: list[MeasuredLayers] = []
@@ -264,41 +227,25 @@ def _simulate(
         for name, layer in found.items():
             checkpoint_layer(layer, policies[-1], name)
 
-    changed = replace(recipe, change_model=measure_layers)
-    memory = simulate_rank(changed, world, rank, precision, layers, profile=profile, by_layer=True)
+    changed = replace(simulator, recipe=replace(simulator.recipe, change_model=measure_layers))
+    simulated = changed.run(rank, layers, by_layer=True)
     costs = policies[-1].local_costs
-    return {name: costs[name] for name in sorted(costs, key=lambda name: costs[name].position)}, memory
+    return {name: costs[name] for name in sorted(costs, key=lambda name: costs[name].position)}, simulated
 
 
-def _extrapolated(runs: Sequence[_Peaks], depths: tuple[int, int], num_layers: int) -> _Peaks:
+def _extrapolated(runs: Sequence[_Peaks], share: float, num_layers: int) -> _Peaks:
     """Return the peaks of a model with more layers."""
     few, more = runs
-    share = (num_layers - depths[0]) / (depths[1] - depths[0])
-
-    def deeper(low: MemoryParts, high: MemoryParts) -> MemoryParts:
-        return _between(low, high, share)
 
     def all_layers(low: list[MemoryParts], high: list[MemoryParts]) -> list[MemoryParts]:
-        second, before_last = deeper(low[1], high[1]), deeper(low[-2], high[-2])
-        inner = [_between(second, before_last, float(one)) for one in np.linspace(0.0, 1.0, num_layers - 2)]
-        return [deeper(low[0], high[0]), *inner, deeper(low[-1], high[-1])]
+        first, second, before_last, last = (extrapolate(low[index], high[index], share) for index in (0, 1, -2, -1))
+        inner = [extrapolate(second, before_last, float(one)) for one in np.linspace(0.0, 1.0, num_layers - 2)]
+        return [first, *inner, last]
 
     return _Peaks(
         all_layers(few.forward, more.forward),
         all_layers(few.backward, more.backward),
-        deeper(few.start, more.start),
-        deeper(few.end, more.end),
-        round(few.sent + share * (more.sent - few.sent)),
-    )
-
-
-def _between(low: MemoryParts, high: MemoryParts, share: float) -> MemoryParts:
-    names = MemoryParts.__dataclass_fields__
-    return MemoryParts(
-        **{
-            name: max(0, round(getattr(low, name) + share * (getattr(high, name) - getattr(low, name))))
-            for name in names
-        }
+        *(extrapolate(getattr(few, name), getattr(more, name), share) for name in ("start", "end", "sent")),
     )
 
 
@@ -424,14 +371,10 @@ def _joined(
     count = len(stages_of(like))
     for start in range(0, len(others), count):
         names = others[start : start + count]
-        is_stage = len(names) == count and _are_adjacent(all_names, names)
+        first = all_names.index(names[0])
+        is_stage = len(names) == count and list(all_names[first : first + count]) == names
         joined += ActivationSchedule.of_chain(like, names).items if is_stage else [(name,) for name in names]
     return ActivationSchedule(tuple(sorted(joined, key=lambda item: all_names.index(names_of(item)[0]))))
-
-
-def _are_adjacent(all_names: Sequence[str], names: Sequence[str]) -> bool:
-    first = all_names.index(names[0])
-    return list(all_names[first : first + len(names)]) == list(names)
 
 
 def _nearly_smallest(rank: _RankChain) -> Items:

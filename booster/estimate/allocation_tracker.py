@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -20,7 +20,6 @@ from .step_time import StepClock
 _MAX_BUCKETS = 64  # of bucket collectives; see `booster.comm.fake`
 
 Category = Literal["parameters", "gradients", "optimizer_states", "activations", "buffers"]
-_CATEGORIES: tuple[Category, ...] = ("parameters", "gradients", "optimizer_states", "activations", "buffers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,14 +48,7 @@ class MemoryParts:
 
 @dataclass(slots=True)
 class _TrackedStorage:
-    """Live storage of a fake tensor.
-
-    Attributes:
-        num_bytes: Its size.
-        category: What it is counted as.
-        is_on_device: If False, it is in host memory beside an accelerator.
-        finalizer: Reports its end.
-    """
+    """Live storage of a fake tensor, on the device or in host memory beside an accelerator."""
 
     num_bytes: int
     category: Category
@@ -67,9 +59,7 @@ class _TrackedStorage:
 class AllocationTracker(TorchDispatchMode):
     """Dispatch mode that tracks the storages of fake tensors; see Note [Simulated training] of `simulation`.
 
-    Args:
-        device: Device whose memory is counted.
-        clock: Clock that operators advance, optional.
+    Operators advance the clock, if there is one.
 
     Attributes:
         counts: Bytes by category.
@@ -87,7 +77,7 @@ class AllocationTracker(TorchDispatchMode):
         self._live: dict[int, _TrackedStorage] = {}
         self._ignored: set[int] = set()
         self._total = self._peak_total = 0
-        self.counts: dict[Category, int] = dict.fromkeys(_CATEGORIES, 0)
+        self.counts: dict[Category, int] = dict.fromkeys(get_args(Category), 0)
         self.offloaded = self.peak_offloaded = 0
         self._peak = dict(self.counts)
 
@@ -156,12 +146,7 @@ class AllocationTracker(TorchDispatchMode):
             self._set_category(one, category)
 
     def categorize_all(self, categories: Mapping[int, Category], default: Category) -> None:
-        """Set the category of all storages.
-
-        Args:
-            categories: Categories by address of the storage, as `storage_key` returns it.
-            default: Category of the others.
-        """
+        """Set the categories of all storages, by `storage_key`; those of others to the default."""
         for key, one in self._live.items():
             self._set_category(one, categories.get(key, default))
 

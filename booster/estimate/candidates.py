@@ -6,9 +6,8 @@ import inspect
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
-from functools import partial
-from typing import Any
+from dataclasses import asdict, astuple, dataclass, field, fields, is_dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,19 +24,14 @@ from .activation_plan import plan_activations
 from .estimate import MemoryEstimate, TrainingRecipe, estimate_recipe
 from .machine_profile import MachineProfile
 
+T = TypeVar("T")
 ONE_DEVICE = "none"  # name of Booster(plugin=None) on the command line
 _PRECISIONS = (None, "bf16")  # candidates, if the Booster controls the precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """Plugin and settings to estimate.
-
-    Attributes:
-        plugin: Name of the plugin, or `ONE_DEVICE`.
-        settings: Arguments of the plugin.
-        mixed_precision: Mixed precision of the Booster; None if unused or controlled by the plugin.
-    """
+    """Plugin, or `ONE_DEVICE`, with its arguments, and the Booster's mixed precision, if that controls it."""
 
     plugin: str
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -106,11 +100,8 @@ def find_candidates(
 ) -> list[Candidate]:
     """Return the plugins and settings to estimate.
 
-    Args:
-        plugins: Comma-separated names, or "all".
-        num_ranks: World size.
-        settings: Arguments of the single plugin; optional, defaults to the plugin's own candidates.
-        mixed_precision: Mixed precision; optional, defaults to none and bf16, or the plugin's own candidates.
+    Names are separated by commas, or "all". Without settings, which are those of a single plugin, each plugin has its
+    own candidates; without a mixed precision there is one in none and one in bf16, where the Booster controls it.
 
     Raises:
         ConfigError: A plugin is unknown, or has no settings for this number of ranks.
@@ -138,46 +129,6 @@ def find_candidates(
     return [one for number, one in enumerate(found) if one not in found[:number]]
 
 
-def compare(
-    recipe: TrainingRecipe,
-    candidates: Sequence[Candidate],
-    num_ranks: int,
-    *,
-    device_memory: int | None = None,
-    checkpoint: bool = False,
-    profile: MachineProfile | None = None,
-    plans_activations: bool = False,
-    on_start: Callable[[str], None] = lambda name: None,
-) -> list[CandidateResult]:
-    """Estimate each candidate.
-
-    Args:
-        recipe: Model, optimizer and batch.
-        candidates: Plugins and settings.
-        num_ranks: World size of the fake process group.
-        device_memory: Available memory per rank in bytes.
-        checkpoint: If True, simulate saves too.
-        profile: Speed of the machine, for step times; optional.
-        plans_activations: If True, each candidate recomputes as little as fits the device memory, which must be given.
-        on_start: Callback for progress, called with the name of each candidate before its estimate.
-    """
-    results: list[CandidateResult] = []
-    for candidate in candidates:
-        on_start(candidate.name)
-        results.append(
-            estimate_candidate(
-                recipe,
-                candidate,
-                num_ranks,
-                device_memory=device_memory,
-                checkpoint=checkpoint,
-                profile=profile,
-                plans_activations=plans_activations,
-            )
-        )
-    return results
-
-
 def fastest(results: Sequence[CandidateResult]) -> CandidateResult | None:
     """Return the fastest candidate per batch that fits, or for which no device memory was given; None without times."""
     timed = [
@@ -203,7 +154,7 @@ def _with_precision(
     candidate: Candidate, num_ranks: int, mixed_precision: str | None, given: Mapping[str, Any] | None
 ) -> list[Candidate]:
     """Return the candidate in the asked precision, or without one in each precision that it has."""
-    if not _controls_precision(candidate, num_ranks):
+    if not ask_plugin(candidate, num_ranks, lambda plugin: plugin.control_precision(), default=True):
         precisions = _PRECISIONS if mixed_precision is None else (mixed_precision,)
         return [replace(candidate, mixed_precision=precision) for precision in precisions]
     if mixed_precision is None or given:
@@ -231,13 +182,13 @@ def _names(plugins: str, num_ranks: int) -> list[str]:
     return names
 
 
-def _controls_precision(candidate: Candidate, num_ranks: int) -> bool:
-    """Return whether the plugin controls the precision; True if it can't be created, which is reported later."""
+def ask_plugin(candidate: Candidate, num_ranks: int, question: Callable[[Plugin], T], default: T) -> T:
+    """Return what a plugin with a candidate's settings answers, or the default if it can't be made (reported later)."""
     try:
         with fake_world(num_ranks):
-            return make_plugin(candidate).control_precision()
+            return question(make_plugin(candidate))
     except BoosterError:
-        return True
+        return default
 
 
 def _total(result: CandidateResult) -> int:
@@ -254,41 +205,33 @@ def estimate_candidate(
     profile: MachineProfile | None = None,
     plans_activations: bool = False,
 ) -> CandidateResult:
-    """Estimate one candidate; an error becomes the result's reason. The arguments are those of `compare`."""
+    """Estimate one candidate; an error becomes the result's reason.
+
+    With `plans_activations` it recomputes as little as fits the device memory, which must be given.
+    """
     started = time.monotonic()
     given: dict[str, Any] = {
+        "plugin": None if candidate.plugin == ONE_DEVICE else candidate.plugin,
         "num_ranks": num_ranks,
         "settings": candidate.settings,
         "mixed_precision": candidate.mixed_precision,
         "device_memory": device_memory,
         "profile": profile,
     }
-    plugin = None if candidate.plugin == ONE_DEVICE else candidate.plugin
-    if plans_activations:
-        estimate = partial(plan_activations, recipe, plugin, **given)
-    else:
-        estimate = partial(_without_plan, recipe, plugin, checkpoint=checkpoint, **given)
-    result = _estimate_candidate(candidate, num_ranks, estimate)
-    return replace(result, seconds=time.monotonic() - started)
-
-
-_Plan = tuple[ActivationSchedule | None, MemoryEstimate]
-
-
-def _without_plan(*args: Any, **kwargs: Any) -> _Plan:
-    return None, estimate_recipe(*args, **kwargs)
-
-
-def _estimate_candidate(candidate: Candidate, num_ranks: int, estimate: Callable[[], _Plan]) -> CandidateResult:
+    result = CandidateResult(candidate=candidate)
     try:
         with fake_world(num_ranks):
             dp_size = make_plugin(candidate).dp_size
-        schedule, found = estimate()
+        if plans_activations:
+            schedule, estimate = plan_activations(recipe, **given)
+        else:
+            schedule, estimate = None, estimate_recipe(recipe, checkpoint=checkpoint, **given)
+        result = replace(result, estimate=estimate, dp_size=dp_size, schedule=schedule)
     except BoosterError as error:
-        return CandidateResult(candidate=candidate, reason=str(error))
+        result = replace(result, reason=str(error))
     except Exception as error:  # a bug in one plugin must not hide other estimates: it is reported, with exit code 1
-        return CandidateResult(candidate=candidate, reason=f"{type(error).__name__}: {error}", is_internal_error=True)
-    return CandidateResult(candidate=candidate, estimate=found, dp_size=dp_size, schedule=schedule)
+        result = replace(result, reason=f"{type(error).__name__}: {error}", is_internal_error=True)
+    return replace(result, seconds=time.monotonic() - started)
 
 
 def make_plugin(candidate: Candidate) -> Plugin:
@@ -298,7 +241,6 @@ def make_plugin(candidate: Candidate) -> Plugin:
     return plugin_with_precision(candidate.plugin, candidate.mixed_precision, **candidate.settings)
 
 
-_PARTS = ("parameters", "gradients", "optimizer_states", "activations", "buffers")
 _BEST_MARK = "  <--"
 _HEADINGS = ("parameters", "gradients", "states", "activations", "buffers", "peak", "offloaded", "sent")
 _SAVE_HEADINGS = ("save", "async save")
@@ -307,11 +249,7 @@ _MIN_UNITLESS_BYTES = 2**20  # a smaller number without unit is taken for a forg
 
 
 def bytes_from_text(text: str, option: str) -> int:
-    """Parse a size such as 80GiB (2^30 bytes each), 80GB (10^9 bytes each) or 85899345920.
-
-    Args:
-        text: Size to parse.
-        option: Name of the option, for errors.
+    """Parse a size such as 80GiB (2^30 bytes each), 80GB (10^9 bytes each) or 85899345920, the value of an option.
 
     Raises:
         ConfigError: The text is not a size.
@@ -443,7 +381,10 @@ def to_json(results: Sequence[CandidateResult]) -> list[dict[str, Any]]:
     return [
         {
             "plugin": one.candidate.plugin,
-            "settings": {key: _plain(value) for key, value in one.candidate.settings.items()},
+            "settings": {
+                key: value if isinstance(value, (int, float, str, type(None))) else format_setting(value)
+                for key, value in one.candidate.settings.items()
+            },
             "mixed_precision": one.candidate.mixed_precision,
             "peak": None if one.estimate is None else {**asdict(one.estimate.peak), "total": one.estimate.total},
             "memory": None if one.estimate is None else asdict(one.estimate.memory),
@@ -460,18 +401,13 @@ def to_json(results: Sequence[CandidateResult]) -> list[dict[str, Any]]:
     ]
 
 
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, (int, float, str, bool, type(None))) else format_setting(value)
-
-
 def _figures(result: CandidateResult) -> list[int]:
     if result.estimate is None:
         return []
     estimate = result.estimate
-    parts = [getattr(estimate.peak, name) for name in _PARTS]
     saves = estimate.memory.checkpoint
     of_saves = [] if saves is None else [saves.host, saves.async_host]
-    return [*parts, estimate.total, estimate.memory.offloaded, estimate.sent, *of_saves]
+    return [*astuple(estimate.peak), estimate.total, estimate.memory.offloaded, estimate.sent, *of_saves]
 
 
 def _unit_for(most: float) -> tuple[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -27,16 +27,7 @@ from booster.validation import is_number
 from .allocation_tracker import MemoryParts
 from .machine_profile import MachineProfile
 from .repeated_layers import extrapolate, find_repeated_layers, truncate_layers
-from .simulation import (
-    NUM_STEPS,
-    AtEnd,
-    RankMemory,
-    SimulatedMemory,
-    Training,
-    note_held_shards,
-    simulate,
-    simulate_saves,
-)
+from .simulation import RankMemory, SimulatedMemory, Training, note_held_shards, simulate, simulate_saves
 from .step_time import StepTime
 
 _MIN_DEPTH = 3  # see Note [Layer extrapolation]
@@ -47,22 +38,8 @@ def new_fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
-    """Return a copy of a model with fake parameters and buffers on a device; tied ones stay tied.
-
-    Args:
-        model: Model with real values, on the meta device, or lazily initialized. Not modified.
-        mode: Result of `new_fake_mode`.
-        device: Device of the plugin: torch can't move a module with fake parameters.
-
-    Raises:
-        ConfigError: The model can't be copied.
-    """
-    with mode:
-        return _copy(model, device)
-
-
 def _copy(model: nn.Module, device: torch.device) -> nn.Module:
+    """Return a copy of a model with parameters and buffers on a device, without values; tied ones stay tied."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(_like(parameter, device), requires_grad=parameter.requires_grad)
@@ -75,12 +52,6 @@ def _copy(model: nn.Module, device: torch.device) -> nn.Module:
             f"{type(model).__name__} can't be copied, which an estimate requires ({error}): remove the attributes that"
             " can't be copied from the model"
         ) from error
-
-
-def fake_batch(batch: Any, mode: FakeTensorMode, device: torch.device) -> Any:
-    """Return a copy of a batch with fake tensors on a device."""
-    with mode:
-        return map_tensors(lambda tensor: _like(tensor, device), batch)
 
 
 def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -113,15 +84,7 @@ def default_criterion(outputs: Any, batch: Any) -> torch.Tensor:
 
 
 def _fake_optimizer(optimizer: Any, parameters: Mapping[int, nn.Parameter]) -> Optimizer:
-    """Return a copy of an optimizer, or a new one, over fake parameters.
-
-    Args:
-        optimizer: Optimizer over the model's parameters, or a function that creates one for a list of parameters.
-        parameters: Fake parameters by the `id` of the model's.
-
-    Raises:
-        ConfigError: The function returned something else.
-    """
+    """Return a copy of an optimizer, or what a function returns, over fake parameters by the `id` of the model's."""
     if isinstance(optimizer, Optimizer):
         return _copy_over(optimizer, parameters)
     made = optimizer([one for one in parameters.values() if one.requires_grad])
@@ -173,13 +136,7 @@ class TrainingRecipe:
             )
 
     def make_fake(self, mode: FakeTensorMode, device: torch.device, layers: tuple[str, int] | None = None) -> Training:
-        """Return a copy of everything as fake tensors.
-
-        Args:
-            mode: Mode of the fake tensors.
-            device: Their device.
-            layers: Name of a list of layers and the number of them that the copy keeps; optional, defaults to all.
-        """
+        """Return a copy of everything as fake tensors, with the first of a named list of layers only, if given."""
         if layers not in self._templates:
             is_given = layers is None and self.change_model is None
             self._templates[layers] = template = self.model if is_given else _copy(self.model, torch.device("meta"))
@@ -187,12 +144,13 @@ class TrainingRecipe:
                 truncate_layers(template, *layers)
             if self.change_model is not None:
                 self.change_model(template)
-        model = fake_copy(self._templates[layers], mode, device)
         given = dict(self.model.named_parameters())
-        parameters = {id(given[name]): parameter for name, parameter in model.named_parameters()}
         with mode:
+            model = _copy(self._templates[layers], device)  # torch can't move a module with fake parameters
+            parameters = {id(given[name]): parameter for name, parameter in model.named_parameters()}
             optimizer = _fake_optimizer(self.optimizer, parameters)
-        return Training(model, optimizer, fake_batch(self.batch, mode, device), self.criterion)
+            batch = map_tensors(lambda tensor: _like(tensor, device), self.batch)
+        return model, optimizer, batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,45 +294,20 @@ def estimate_recipe(
             f"device_memory={device_memory!r} is not a positive number of bytes: give the memory of a device, such as"
             " 80 * 2**30, or omit it"
         )
-    world = world_of(plugin, num_ranks, settings, mixed_precision)
-    is_launched = isinstance(plugin, Plugin)  # then this process's own rank is the only one that can be simulated
-    return _estimate(recipe, world, settings, mixed_precision, device_memory, checkpoint, profile, is_launched)
-
-
-def _estimate(
-    recipe: TrainingRecipe,
-    world: World,
-    settings: Mapping[str, Any] | None,
-    mixed_precision: str | MixedPrecision | None,
-    device_memory: int | None,
-    checkpoint: bool,
-    profile: MachineProfile | None,
-    is_launched: bool,
-) -> MemoryEstimate:
-    with world(0) as made:
-        precision = resolve_mixed_precision(mixed_precision, made)
-        name, size = type(made).__name__, group_size()
-        ranks = [group_rank()] if is_launched else made.representative_ranks()
-        if is_launched and len(made.representative_ranks()) > 1:
-            raise ConfigError(
-                f"{name} of a launched world has pipeline stages, which receive what other ranks"
-                " compute: estimate by its name before the launch, such as estimate_memory(model,"
-                " 'hybrid_parallel', num_ranks=8, settings={'pp_size': 2, 'num_microbatches': 4}, batch=batch)"
-            )
-    if is_launched and checkpoint and size > 1:
+    simulator = Simulator.of(recipe, plugin, num_ranks, settings, mixed_precision, profile)
+    if simulator.is_launched and checkpoint and simulator.num_ranks > 1:
         raise ConfigError(
-            f"checkpoint=True was given with a {name} of a launched world of {size} ranks, but what a rank saves"
-            " depends on what other ranks hold: estimate by the plugin's name before the launch, such as"
-            " estimate_memory(model, 'low_level_zero', num_ranks=8, batch=batch, checkpoint=True)"
+            f"checkpoint=True was given with a {simulator.plugin} of a launched world of {simulator.num_ranks} ranks,"
+            " but what a rank saves depends on what other ranks hold: estimate by the plugin's name before the launch,"
+            " such as estimate_memory(model, 'low_level_zero', num_ranks=8, batch=batch, checkpoint=True)"
         )
-    fake.fake_headers.clear()
-    memories = [_simulate(recipe, world, rank, precision, checkpoint, profile) for rank in ranks]
+    memories = [_estimate_rank(simulator, rank, checkpoint) for rank in simulator.ranks]
     slowest = max((one.time for one in memories if one.time is not None), key=lambda time: time.total, default=None)
     most = max(memories, key=lambda one: one.peak.total)
     return MemoryEstimate(
-        plugin=name,
+        plugin=simulator.plugin,
         settings=dict(settings or {}),
-        num_ranks=size,
+        num_ranks=simulator.num_ranks,
         memory=replace(most, sent=max(one.sent for one in memories), time=slowest),
         device_memory=device_memory,
     )
@@ -383,94 +316,119 @@ def _estimate(
 World = Callable[[int], AbstractContextManager[Plugin]]
 
 
-def _simulate(
-    recipe: TrainingRecipe,
-    world: World,
-    rank: int,
-    precision: MixedPrecision | None,
-    checkpoint: bool,
-    profile: MachineProfile | None,
-) -> RankMemory:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulator:
+    """Simulation of a recipe's training under a plugin, on one rank at a time.
+
+    Attributes:
+        world: Context of the plugin by rank.
+        plugin: Class name of the plugin.
+        ranks: Ranks that differ in memory: one of each pipeline stage, or this process's own in a launched world.
+        axis_sizes: As of the plugin, as `layer_divisor` and `gathers_layers` are.
+    """
+
+    recipe: TrainingRecipe
+    world: World
+    precision: MixedPrecision | None
+    profile: MachineProfile | None
+    plugin: str
+    num_ranks: int
+    ranks: Sequence[int]
+    is_launched: bool
+    axis_sizes: Mapping[str, int]
+    layer_divisor: int
+    gathers_layers: bool
+
+    @classmethod
+    def of(
+        cls,
+        recipe: TrainingRecipe,
+        plugin: str | Plugin | None,
+        num_ranks: int | None,
+        settings: Mapping[str, Any] | None,
+        mixed_precision: str | MixedPrecision | None,
+        profile: MachineProfile | None,
+    ) -> Simulator:
+        """Return the simulator of what `estimate_memory` is given.
+
+        Raises:
+            ConfigError: Arguments conflict, or a plugin of the launched world has pipeline stages.
+        """
+        world = _world_of(plugin, num_ranks, settings, mixed_precision)
+        is_launched = isinstance(plugin, Plugin)  # then this process's own rank is the only one that can be simulated
+        with world(0) as made:
+            precision, ranks = resolve_mixed_precision(mixed_precision, made), made.representative_ranks()
+            if is_launched and len(ranks) > 1:
+                raise ConfigError(
+                    f"{type(made).__name__} of a launched world has pipeline stages, which receive what other ranks"
+                    " compute: estimate by its name before the launch, such as estimate_memory(model,"
+                    " 'hybrid_parallel', num_ranks=8, settings={'pp_size': 2, 'num_microbatches': 4}, batch=batch)"
+                )
+            fake.fake_headers.clear()
+            return cls(
+                recipe=recipe,
+                world=world,
+                precision=precision,
+                profile=profile,
+                plugin=type(made).__name__,
+                num_ranks=group_size(),
+                ranks=[group_rank()] if is_launched else ranks,
+                is_launched=is_launched,
+                axis_sizes=made.axis_sizes(),
+                layer_divisor=made.layer_divisor(),
+                gathers_layers=made.gathers_layers(),
+            )
+
+    def run(self, rank: int, layers: tuple[str, int] | None = None, **options: Any) -> SimulatedMemory:
+        """Return the memory of a rank, with the first of a named list of layers only, if given; see `simulate`."""
+        mode = new_fake_mode()
+        with self.world(rank) as plugin, _without_garbage_collection():
+            return simulate(
+                lambda: self.recipe.make_fake(mode, plugin.device, layers),
+                plugin,
+                self.precision,
+                mode,
+                self.recipe.criterion,
+                layers=layers and layers[0],
+                profile=self.profile,
+                **options,
+            )
+
+
+def _estimate_rank(simulator: Simulator, rank: int, checkpoint: bool) -> RankMemory:
+    """Return the memory of a rank, of a deep model by that of two shallower ones; see Note [Layer extrapolation]."""
+    model, unit = simulator.recipe.model, simulator.layer_divisor
+
     def run(num_layers: int | None = None) -> SimulatedMemory:
         layers = None if name is None or num_layers is None else (name, num_layers)
-        save = None
-        if checkpoint:
-            save = partial(simulate_saves, _find_replicas(recipe, world, rank, precision, layers))
-        return simulate_rank(recipe, world, rank, precision, layers, save, profile=profile)
+        save = partial(simulate_saves, _find_replicas(simulator, rank, layers)) if checkpoint else None
+        return simulator.run(rank, layers, at_end=save)
 
-    name = None if recipe.change_model is not None else find_repeated_layers(recipe.model)
+    name = None if simulator.recipe.change_model is not None else find_repeated_layers(model)
     if name is None:
-        return run().summary()
-    num_layers = len(recipe.model.get_submodule(name)._modules)
-    with world(rank) as plugin:
-        unit = plugin.layer_divisor()
+        return run().memory
+    num_layers = len(model.get_submodule(name)._modules)
     least = -(-_MIN_DEPTH // unit)
     low = least + (num_layers // unit - least) % 2
     depths = (unit * low, unit * (low + 2))
     if depths[1] >= num_layers:
-        return run().summary()
+        return run().memory
     try:
         few, more = (run(depth) for depth in depths)
-        return extrapolate(few, more, depths=depths, num_layers=num_layers).summary()
+        deep: SimulatedMemory = extrapolate(few, more, (num_layers - depths[0]) / (depths[1] - depths[0]))
+        peak = max(deep.segments.values(), key=lambda parts: parts.total)
+        return replace(deep.memory, backward=peak, communicators=more.memory.communicators)
     except Exception:  # any error of a model that depends on its layers: the full run reports real ones
-        return run().summary()
+        return run().memory
 
 
-def simulate_rank(
-    recipe: TrainingRecipe,
-    world: World,
-    rank: int,
-    precision: MixedPrecision | None,
-    layers: tuple[str, int] | None,
-    at_end: AtEnd | None = None,
-    num_steps: int = NUM_STEPS,
-    profile: MachineProfile | None = None,
-    *,
-    by_layer: bool = False,
-) -> SimulatedMemory:
-    """Return the memory of a rank; see `simulate`.
-
-    Args:
-        recipe: What is trained.
-        world: Context of the plugin by rank.
-        rank: The rank.
-        precision: Mixed precision of the Booster.
-        layers: Name of a list of layers and the number of them that are simulated, optional.
-        at_end: See `simulate`.
-        num_steps: Number of steps.
-        profile: Speed of the machine, optional.
-        by_layer: If True, segments are those of each layer.
-    """
-    mode = new_fake_mode()
-    with world(rank) as plugin, _without_garbage_collection():
-        return simulate(
-            lambda: recipe.make_fake(mode, plugin.device, layers),
-            plugin,
-            precision,
-            mode,
-            layers=layers and layers[0],
-            by_layer=by_layer,
-            num_steps=num_steps,
-            at_end=at_end,
-            profile=profile,
-        )
-
-
-def _find_replicas(
-    recipe: TrainingRecipe,
-    world: World,
-    rank: int,
-    precision: MixedPrecision | None,
-    layers: tuple[str, int] | None,
-) -> fake.FakeReplicas:
+def _find_replicas(simulator: Simulator, rank: int, layers: tuple[str, int] | None) -> fake.FakeReplicas:
     """Return what other ranks hold of this rank's shards, after the simulation of a neighbor along each axis."""
-    with world(rank) as plugin:
-        axes = plugin.axis_sizes()
-    replicas = fake.FakeReplicas(rank, axes)
-    for axis, size in axes.items():
+    replicas = fake.FakeReplicas(rank, simulator.axis_sizes)
+    for axis, size in simulator.axis_sizes.items():
         if size > 1 and axis != "pp":  # other stages hold other layers
             note = partial(note_held_shards, replicas.held[axis])
-            simulate_rank(recipe, world, replicas.neighbor(axis), precision, layers, note, num_steps=1)
+            simulator.run(replicas.neighbor(axis), layers, at_end=note, num_steps=1)
     return replicas
 
 
@@ -486,7 +444,7 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def world_of(
+def _world_of(
     plugin: str | Plugin | None,
     num_ranks: int | None,
     settings: Mapping[str, Any] | None,
@@ -499,7 +457,7 @@ def world_of(
                 f"plugin is a {type(plugin).__name__} with its own settings and world of {group_size()} ranks, but"
                 f" num_ranks={num_ranks!r}, settings={settings!r} were given too: give its name in place of the object"
             )
-        return lambda rank: _in_launched_world(plugin)
+        return partial(_in_world, lambda: plugin, None)
     if plugin is not None and not isinstance(plugin, str):
         raise ConfigError(
             f"plugin={plugin!r} is a {type(plugin).__name__}: give a Plugin, or a name such as 'low_level_zero'"
@@ -513,16 +471,11 @@ def world_of(
     def make() -> Plugin:
         return plugin_with_precision(plugin, precision, **(settings or {})) if plugin else SingleDevicePlugin()
 
-    return lambda rank: _in_fake_world(make, world_size, rank)
+    return partial(_in_world, make, world_size)
 
 
 @contextmanager
-def _in_launched_world(plugin: Plugin) -> Iterator[Plugin]:
-    with fake_collectives():
-        yield plugin
-
-
-@contextmanager
-def _in_fake_world(make: Callable[[], Plugin], num_ranks: int, rank: int) -> Iterator[Plugin]:
-    with fake_world(num_ranks, rank):
+def _in_world(make: Callable[[], Plugin], num_ranks: int | None, rank: int) -> Iterator[Plugin]:
+    """Context of a plugin in a fake world, or in the launched one without communication if no size is given."""
+    with fake_collectives() if num_ranks is None else fake_world(num_ranks, rank):
         yield make()

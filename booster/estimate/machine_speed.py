@@ -7,7 +7,7 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from booster.comm import (
     all_to_all_single,
@@ -38,7 +37,7 @@ from booster.comm import (
 from booster.device import current_device, device_type, num_cores, synchronize
 
 from .machine_profile import CollectiveSpeed, Curve, MachineProfile, machine_name
-from .operator_costs import is_call, operator_cost
+from .operator_costs import CostRecorder
 
 _MIN_SECONDS = 0.005  # of a repeat
 _REPEATS = 5
@@ -61,9 +60,6 @@ _LEAST_SHARE = 0.1  # of a measured time that is left to the kernel when that of
 
 def measure_machine(ranks_per_host: int) -> MachineProfile:
     """Return the profile of the launched world; the slowest rank's times count.
-
-    Args:
-        ranks_per_host: Number of ranks on each host.
 
     Collective: every rank must call it. It takes about ten seconds.
     """
@@ -185,24 +181,14 @@ def _convolution(side: int, dtype: torch.dtype, device: torch.device) -> Work:
     return 2.0 * 4 * edge**2 * channels**2 * 9, partial(functional.conv2d, images, weight, padding=1)
 
 
-def _elementwise(num_bytes: int, dtype: torch.dtype, device: torch.device) -> Work:
-    tensors = _random(num_bytes // 3 // dtype.itemsize, device, dtype)
-    return 3.0 * tensors[0].nbytes, partial(torch.add, *tensors)
+def _of_tensors(count: int, call: Callable[..., Any]) -> Callable[[int, torch.dtype, torch.device], Work]:
+    """Return the function of a call on a number of tensors, whose result is as large as one of them."""
 
+    def make(num_bytes: int, dtype: torch.dtype, device: torch.device) -> Work:
+        tensors = _random(num_bytes // (count + 1) // dtype.itemsize, device, dtype, count)
+        return (count + 1.0) * tensors[0].nbytes, partial(call, *tensors)
 
-def _inplace(num_bytes: int, dtype: torch.dtype, device: torch.device) -> Work:
-    target, other = _random(num_bytes // 3 // dtype.itemsize, device, dtype)
-    return 3.0 * target.nbytes, partial(target.add_, other, alpha=1e-6)
-
-
-def _special(num_bytes: int, dtype: torch.dtype, device: torch.device) -> Work:
-    (tensor,) = _random(num_bytes // 2 // dtype.itemsize, device, dtype, 1)
-    return 2.0 * tensor.nbytes, partial(functional.gelu, tensor)
-
-
-def _random_numbers(num_bytes: int, dtype: torch.dtype, device: torch.device) -> Work:
-    (tensor,) = _random(num_bytes // 2 // dtype.itemsize, device, dtype, 1)
-    return 2.0 * tensor.nbytes, partial(tensor.bernoulli_, 0.9)
+    return make
 
 
 def _reduction(num_bytes: int, dtype: torch.dtype, device: torch.device) -> Work:
@@ -218,18 +204,13 @@ def _index(num_bytes: int, dtype: torch.dtype, device: torch.device) -> Work:
     return 2.0 * rows * 256 * dtype.itemsize, partial(functional.embedding, indices, table)
 
 
-def _transcendental(num_bytes: int, dtype: torch.dtype, device: torch.device) -> Work:
-    (tensor,) = _random(num_bytes // 2 // dtype.itemsize, device, dtype, 1)
-    return 2.0 * tensor.nbytes, partial(torch.tanh, tensor)
-
-
 _PRODUCTS = {"matmul": _matmul, "attention": _attention, "convolution": _convolution}
 _MEMORY_BOUND = {
-    "elementwise": _elementwise,
-    "inplace": _inplace,
-    "special": _special,
-    "transcendental": _transcendental,
-    "random": _random_numbers,
+    "elementwise": _of_tensors(2, torch.add),
+    "inplace": _of_tensors(2, partial(torch.Tensor.add_, alpha=1e-6)),
+    "special": _of_tensors(1, functional.gelu),
+    "transcendental": _of_tensors(1, torch.tanh),
+    "random": _of_tensors(1, lambda tensor: tensor.bernoulli_(0.9)),
     "reduction": _reduction,
     "index": _index,
 }
@@ -286,24 +267,6 @@ class _Block(nn.Module):
         return outputs
 
 
-class _CostCounter(TorchDispatchMode):
-    """Dispatch mode that sums the predicted kernel times of operators, and counts their calls."""
-
-    def __init__(self, profile: MachineProfile) -> None:
-        super().__init__()
-        self._profile = profile
-        self.num_calls, self.kernel_seconds = 0, 0.0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        cost = operator_cost(func, args, kwargs or {}, result)
-        self.num_calls += is_call(func)
-        self.kernel_seconds += 0.0 if cost is None else cost.seconds(self._profile)
-        return result
-
-
 def _call_seconds(profile: MachineProfile, device: torch.device) -> tuple[float, float]:
     """Return the time of a call in forward and backward, and in an optimizer's step.
 
@@ -322,11 +285,11 @@ def _call_seconds(profile: MachineProfile, device: torch.device) -> tuple[float,
 def _seconds_of_call(run: Callable[[], Any], profile: MachineProfile) -> float:
     """Return the time of a call, without that of the kernels."""
     run()
-    counter = _CostCounter(profile)
-    with counter:
+    recorder = CostRecorder()
+    with recorder:
         run()
-    left = _seconds_of(run) - (0.0 if profile.is_asynchronous else counter.kernel_seconds)
-    return max(profile.call_seconds * _LEAST_SHARE, left / counter.num_calls)
+    kernels = 0.0 if profile.is_asynchronous else sum(cost.seconds(profile) for cost in recorder.costs)
+    return max(profile.call_seconds * _LEAST_SHARE, (_seconds_of(run) - kernels) / recorder.num_calls)
 
 
 def _model_block(device: torch.device) -> tuple[nn.Module, torch.Tensor]:
@@ -396,12 +359,7 @@ def _run(start: Callable[[], Any], wait: Callable[[Any], None]) -> None:
 def _in_turn(calls: Sequence[_StartAndWait]) -> Callable[[], None]:
     """Return a function that makes the next of the calls at each call."""
     remaining = itertools.cycle(calls)
-
-    def run() -> None:
-        start, wait = next(remaining)
-        wait(start())
-
-    return run
+    return lambda: _run(*next(remaining))
 
 
 def fit_latency(volumes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:

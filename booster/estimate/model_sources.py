@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -27,22 +27,27 @@ from .estimate import default_criterion
 _Config = dict[str, Any]
 
 
-def _decoder(
-    kind: tuple[str, str], width: int, inner: int, layers: int, heads: int, vocabulary: int, **others: Any
-) -> _Config:
+def _config(kind: tuple[str, str], width: int, layers: int, heads: int, **others: Any) -> _Config:
     return {
         "model_type": kind[0],
         "architectures": [kind[1]],
         "hidden_size": width,
-        "intermediate_size": inner,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": False,
         **others,
     }
+
+
+def _decoder(
+    kind: tuple[str, str], width: int, inner: int, layers: int, heads: int, vocabulary: int, **others: Any
+) -> _Config:
+    sizes = {"intermediate_size": inner, "num_key_value_heads": heads, "vocab_size": vocabulary}
+    defaults = {"max_position_embeddings": 4096, "tie_word_embeddings": False}
+    return _config(kind, width, layers, heads, **(sizes | defaults | others))
+
+
+def _encoder(kind: tuple[str, str], width: int, layers: int, heads: int, **others: Any) -> _Config:
+    return _config(kind, width, layers, heads, intermediate_size=4 * width, **others)
 
 
 def _gpt2(width: int, layers: int, heads: int, positions: int = 1024) -> _Config:
@@ -51,28 +56,8 @@ def _gpt2(width: int, layers: int, heads: int, positions: int = 1024) -> _Config
 
 
 def _opt(width: int, layers: int, heads: int, **others: Any) -> _Config:
-    return {
-        "model_type": "opt",
-        "architectures": ["OPTForCausalLM"],
-        "hidden_size": width,
-        "word_embed_proj_dim": width,
-        "ffn_dim": 4 * width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        **others,
-    }
-
-
-def _encoder(kind: tuple[str, str], width: int, layers: int, heads: int, **others: Any) -> _Config:
-    return {
-        "model_type": kind[0],
-        "architectures": [kind[1]],
-        "hidden_size": width,
-        "intermediate_size": 4 * width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        **others,
-    }
+    sizes = {"word_embed_proj_dim": width, "ffn_dim": 4 * width}
+    return _config(("opt", "OPTForCausalLM"), width, layers, heads, **(sizes | others))
 
 
 def _t5(width: int, inner: int, layers: int, heads: int, head_width: int = 64) -> _Config:
@@ -108,6 +93,8 @@ _GEMMA = ("gemma", "GemmaForCausalLM")
 _GEMMA_ALL = {"head_dim": 256, "tie_word_embeddings": True, "max_position_embeddings": 8192}
 _LONG = {"max_position_embeddings": 32768}
 _MORE_HEADS = {"head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 40960}
+_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+_QWEN3_EXPERTS = {**_MORE_HEADS, **_EXPERTS, "num_key_value_heads": 4}
 
 PRESETS: dict[str, _Config] = {
     "llama-7b": _decoder(_LLAMA, 4096, 11008, 32, 32, 32000, max_position_embeddings=2048),
@@ -144,20 +131,7 @@ PRESETS: dict[str, _Config] = {
     "qwen3-8b": _decoder(_QWEN3, 4096, 12288, 36, 32, 151936, **_MORE_HEADS),
     "qwen3-14b": _decoder(_QWEN3, 5120, 17408, 40, 40, 151936, **_MORE_HEADS),
     "qwen3-32b": _decoder(_QWEN3, 5120, 25600, 64, 64, 151936, **_MORE_HEADS),
-    "qwen3-30b-a3b": _decoder(
-        _QWEN3_MOE,
-        2048,
-        6144,
-        48,
-        32,
-        151936,
-        num_key_value_heads=4,
-        head_dim=128,
-        moe_intermediate_size=768,
-        num_experts=128,
-        num_experts_per_tok=8,
-        max_position_embeddings=40960,
-    ),
+    "qwen3-30b-a3b": _decoder(_QWEN3_MOE, 2048, 6144, 48, 32, 151936, **_QWEN3_EXPERTS),
     "gemma-2b": _decoder(_GEMMA, 2048, 16384, 18, 8, 256000, num_key_value_heads=1, **_GEMMA_ALL),
     "gemma-7b": _decoder(_GEMMA, 3072, 24576, 28, 16, 256000, **_GEMMA_ALL),
     "gpt2": _gpt2(768, 12, 12),
@@ -214,13 +188,7 @@ _ADVICE = "give --model script.py:build_model with a function that returns (mode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleBatch:
-    """Batch on the meta device.
-
-    Attributes:
-        inputs: Keyword arguments of the model's forward.
-        text: Description of the batch.
-        has_labels: Whether the model returns a loss for it.
-    """
+    """Keyword arguments of a model's forward on the meta device, described in words, and whether it returns a loss."""
 
     inputs: dict[str, torch.Tensor | bool]
     text: str
@@ -228,12 +196,9 @@ class ExampleBatch:
 
 
 def example_batch(model: nn.Module, *, batch: int = 1, sequence: int | None = None) -> ExampleBatch:
-    """Return a batch of text, images or audio, with labels if the model accepts them.
+    """Return a batch of text, images or audio for a transformers model, with labels if the model accepts them.
 
-    Args:
-        model: transformers model.
-        batch: Batch size.
-        sequence: Sequence length, for text; optional, defaults to 2048 or the model's maximum.
+    Without a sequence length, texts have 2048 tokens, or the model's maximum.
 
     Raises:
         ConfigError: The inputs of the model are unknown, or the sequence exceeds its positions.
@@ -259,10 +224,6 @@ def example_batch(model: nn.Module, *, batch: int = 1, sequence: int | None = No
     return ExampleBatch(inputs={**inputs, **labels}, text=text, has_labels=bool(labels))
 
 
-def _texts(config: Any, batch: int, length: int) -> tuple[dict[str, Any], str]:
-    return {"input_ids": _token_ids(batch, length)}, f"{batch} x {length} tokens"
-
-
 def _images(config: Any, batch: int, length: int) -> tuple[dict[str, Any], str]:
     size = getattr(config, "image_size", None)
     if size is None:
@@ -280,7 +241,7 @@ def _audio(config: Any, batch: int, length: int) -> tuple[dict[str, Any], str]:
 
 
 _INPUTS: dict[str, Callable[[Any, int, int], tuple[dict[str, Any], str]]] = {
-    "input_ids": _texts,
+    "input_ids": lambda _, batch, length: ({"input_ids": _token_ids(batch, length)}, f"{batch} x {length} tokens"),
     "pixel_values": _images,
     "input_features": _audio,
 }
@@ -359,13 +320,9 @@ class ModelSource:
 def load_model(
     text: str, *, batch: int | None = None, sequence: int | None = None, dtype: torch.dtype = torch.float32
 ) -> ModelSource:
-    """Create a model on the meta device.
+    """Create a model on the meta device: one of `PRESETS`, of a transformers config's path, or of `script.py:function`.
 
-    Args:
-        text: One of `PRESETS`, the path of a transformers config, or `script.py:function`.
-        batch: Batch size; optional, defaults to 1 or the function's batch.
-        sequence: Sequence length; optional, defaults to that of `example_batch` or the function's batch.
-        dtype: dtype of the weights.
+    Without a batch size or a sequence length the batch is that of the function, or of `example_batch`.
 
     Raises:
         ConfigError: The model is unknown or invalid, or it has no example batch.
@@ -439,17 +396,11 @@ def _from_config(
         model = _make_model(transformers, name, config, architecture)
     example = example_batch(model, batch=1 if batch is None else batch, sequence=sequence)
     title = name if name in PRESETS else f"{type(model).__name__} of {name}"
+    source = ModelSource(name=title, model=model, batch=example.inputs, batch_text=example.text)
     if example.has_labels:
-        return ModelSource(name=title, model=model, batch=example.inputs, batch_text=example.text)
+        return source
     note = f"{type(model).__name__} returns no loss: the mean of its first output is used instead"
-    return ModelSource(
-        name=title,
-        model=model,
-        batch=example.inputs,
-        batch_text=example.text,
-        criterion=mean_of_first_output,
-        notes=[note],
-    )
+    return replace(source, criterion=mean_of_first_output, notes=[note])
 
 
 def _make_model(transformers: Any, name: str, config: Any, architecture: str | None) -> nn.Module:

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from booster.pytree import iter_tensors
@@ -45,12 +46,7 @@ class OperatorCost:
     batch: int = 1
 
     def seconds(self, profile: MachineProfile, *, is_cold: bool = False) -> float:
-        """Return the time of the kernel.
-
-        Args:
-            profile: Speed of the machine.
-            is_cold: If True, the tensors are in no cache, as in the optimizer's step.
-        """
+        """Return the time of the kernel; tensors are in no cache if it is cold, as in the optimizer's step."""
         if self.flops:
             compute = profile.curve(self.kind, self.dtype).seconds(self.flops / self.batch) * self.batch
             return max(compute, self.num_bytes / profile.curve("inplace", self.dtype).rate)
@@ -84,6 +80,24 @@ def operator_cost(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], r
         tables = max((_touched_bytes(one) for one in given), default=0)
         num_bytes = max(num_bytes - tables, 2.0 * sum(map(_touched_bytes, written)))
     return OperatorCost(_byte_kind(func), dtype, 0.0, num_bytes)
+
+
+class CostRecorder(TorchDispatchMode):
+    """Dispatch mode that records the costs of operators, and the number of calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.costs: list[OperatorCost] = []
+        self.num_calls = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        cost = None if func is torch.ops.prim.device.default else operator_cost(func, args, kwargs or {}, result)
+        self.num_calls += is_call(func)
+        self.costs += [] if cost is None else [cost]
+        return result
 
 
 @cache

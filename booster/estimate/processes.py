@@ -32,9 +32,9 @@ def in_processes(
 ) -> list[R]:
     """Return the results of a function for all items, in their order.
 
-    This process runs them one by one. When the work that is left would take long, new processes on the other cores
-    begin with the next items, as this one continues with the last. They start anew: a copy of this process would lack
-    its threads.
+    This process runs them one by one. When the work that is left would take long, or at once if asked for, new
+    processes on the other cores begin with the next items, as this one continues with the last. They start anew: a copy
+    of this process would lack its threads.
 
     Args:
         prepare: Function of a module that returns the function of an item; called once in each new process.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -13,9 +13,6 @@ from torch import nn
 from booster.core.activation_budget import ActivationBudget
 from booster.core.activation_policy import policy_of
 from booster.core.activation_schedule import RecomputeBySchedule
-
-from .allocation_tracker import MemoryParts
-from .simulation import CheckpointMemory, SimulatedMemory
 
 # Note [Layer extrapolation]
 # A model of eighty identical layers is simulated with a few of them, twice. The full model has more of everything by
@@ -56,46 +53,20 @@ def truncate_layers(model: nn.Module, name: str, num_layers: int) -> None:
         removed.register_forward_pre_hook(refuse)
 
 
-def extrapolate(
-    few: SimulatedMemory, more: SimulatedMemory, *, depths: tuple[int, int], num_layers: int
-) -> SimulatedMemory:
-    """Return the memory with `num_layers` layers; see Note [Layer extrapolation].
+def extrapolate(few: Any, more: Any, share: float) -> Any:
+    """Return values at `share` of the way from those of a shallower model to those of a deeper one, or beyond them.
 
-    Args:
-        few: Memory with `depths[0]` layers.
-        more: Memory with `depths[1]` layers.
-        depths: Numbers of layers.
-        num_layers: Number of layers of the model.
+    Values are numbers, None, and mappings and dataclasses of these; none becomes negative.
     """
-
-    def number(low: int, high: int) -> int:
-        return max(0, low + round((high - low) * (num_layers - depths[0]) / (depths[1] - depths[0])))
-
-    def parts(low: MemoryParts, high: MemoryParts) -> MemoryParts:
-        names = [one.name for one in fields(MemoryParts)]
-        return MemoryParts(**{name: number(getattr(low, name), getattr(high, name)) for name in names})
-
-    time = None
-    if few.time is not None and more.time is not None:
-        time = few.time.extrapolated(more.time, (num_layers - depths[0]) / (depths[1] - depths[0]))
-    saves = None
-    if few.checkpoint is not None and more.checkpoint is not None:
-        saves = CheckpointMemory(
-            **{
-                one.name: number(getattr(few.checkpoint, one.name), getattr(more.checkpoint, one.name))
-                for one in fields(CheckpointMemory)
-            }
-        )
-    return SimulatedMemory(
-        segments={name: parts(peak, more.segments[name]) for name, peak in few.segments.items()},
-        step=parts(few.step, more.step),
-        steady_state=parts(few.steady_state, more.steady_state),
-        sent=number(few.sent, more.sent),
-        communicators=more.communicators,
-        offloaded=number(few.offloaded, more.offloaded),
-        checkpoint=saves,
-        time=time,
-    )
+    if few is None or more is None:
+        return None
+    if isinstance(few, Mapping):
+        return {name: extrapolate(one, more[name], share) for name, one in few.items()}
+    if is_dataclass(few) and not isinstance(few, type):
+        names = [one.name for one in fields(few)]
+        return replace(few, **{name: extrapolate(getattr(few, name), getattr(more, name), share) for name in names})
+    value = max(0.0, few + (more - few) * share)
+    return round(value) if isinstance(few, int) else value
 
 
 def _are_identical(layers: Sequence[nn.Module]) -> bool:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _foreach_supported_types
 
 from booster.booster import Booster
-from booster.comm import count_communication, fake, num_communicators
+from booster.comm import count_communication, fake, num_communicators, observe_communication
 from booster.core.activation_policy import LAYER_NAME
 from booster.errors import BoosterError, ConfigError, first_line
 from booster.interface import MixedPrecision, ModelWrapper, OptimizerWrapper, Plugin
@@ -43,6 +43,7 @@ from .step_time import StepClock, StepTime
 # replicas of this one's (`FakeReplicas`), which they share the writing of. Files take nothing (`FakeStorage`), values
 # are asked for and skipped in `checkpoint_io.copy_elements`, and host buffers come from `host_memory`, which reports
 # them. Work of several threads is run in one and counted for each (`as_threads`).
+_ADVICE = "a forward with data-dependent control flow can't be measured; give a batch for which it has none"
 NUM_STEPS = 2  # the last is measured: the first allocates states and buffers, and traces
 
 
@@ -95,25 +96,11 @@ class RankMemory:
         return max((self.backward, self.step, saving), key=lambda parts: parts.total)
 
 
+Training: TypeAlias = tuple[nn.Module, Optimizer, Any]
+"""A user's model, an optimizer over its parameters, and the batch of one rank, as fake tensors."""
+
 AtEnd: TypeAlias = Callable[[Booster, ModelWrapper, OptimizerWrapper, AllocationTracker], CheckpointMemory | None]
 """Called with the trained objects at the end of a simulation; returns the memory of their saves, if there were any."""
-
-
-@dataclass(frozen=True, slots=True)
-class Training:
-    """Model and everything that trains it, as fake tensors.
-
-    Attributes:
-        model: User's model.
-        optimizer: Optimizer over its parameters.
-        batch: Batch of one rank.
-        criterion: Function of (outputs, batch) that returns the loss.
-    """
-
-    model: nn.Module
-    optimizer: Optimizer
-    batch: Any
-    criterion: Callable[[Any, Any], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,40 +108,15 @@ class SimulatedMemory:
     """Memory and traffic of the last simulated step.
 
     Attributes:
+        memory: Memory of the rank.
         segments: Peaks of the segments of forward and backward, by name; see Note [Layer extrapolation].
-        step: Peak of the optimizer's step.
-        steady_state: Memory after the step.
-        sent: Bytes that the rank sent.
-        communicators: Process groups of several ranks for device tensors.
-        offloaded: Bytes in another tier.
-        checkpoint: Memory of saves; None if there were none.
-        time: Predicted time of the step; None without a machine profile.
         forward_work: Work of each layer's forward, by name, if segments are those of each layer: seconds, or
             floating-point operations without a machine profile.
     """
 
+    memory: RankMemory
     segments: Mapping[str, MemoryParts]
-    step: MemoryParts
-    steady_state: MemoryParts
-    sent: int
-    communicators: int
-    offloaded: int
-    checkpoint: CheckpointMemory | None = None
-    time: StepTime | None = None
     forward_work: Mapping[str, float] = field(default_factory=dict)
-
-    def summary(self) -> RankMemory:
-        """Return the peak of all segments with the rest."""
-        return RankMemory(
-            backward=max(self.segments.values(), key=lambda parts: parts.total),
-            step=self.step,
-            steady_state=self.steady_state,
-            sent=self.sent,
-            communicators=self.communicators,
-            offloaded=self.offloaded,
-            checkpoint=self.checkpoint,
-            time=self.time,
-        )
 
 
 def simulate(
@@ -162,6 +124,7 @@ def simulate(
     plugin: Plugin,
     precision: MixedPrecision | None,
     mode: FakeTensorMode,
+    criterion: Callable[[Any, Any], torch.Tensor],
     *,
     layers: str | None = None,
     by_layer: bool = False,
@@ -176,6 +139,7 @@ def simulate(
         plugin: Plugin.
         precision: Mixed precision of the Booster, optional.
         mode: Mode of the fake tensors.
+        criterion: Function of (outputs, batch) that returns the loss.
         layers: Name of a list of layers that segments begin at, optional.
         by_layer: If True, segments begin at each layer that `checkpoint_activations` was called for, and are named by
             it, as `layer_segment` and `backward_segment` return.
@@ -186,24 +150,24 @@ def simulate(
     booster = Booster(plugin=plugin, mixed_precision=precision)
     clock = None if profile is None else StepClock(profile, plugin)
     tracker = AllocationTracker(plugin.device, clock, counts_flops=by_layer and clock is None)
-    with mode, tracker, fake.fake_memory(), nullcontext() if clock is None else clock.observing():
-        training = make_training()
-        batch, criterion = training.batch, training.criterion
+    with mode, tracker, fake.fake_memory(), nullcontext() if clock is None else observe_communication(clock):
+        plain_model, plain_optimizer, batch = make_training()
         for tensor in iter_tensors(batch):
             tracker.ignore(tensor)
-        for tensor in (*training.model.parameters(), *training.model.buffers()):
+        for tensor in (*plain_model.parameters(), *plain_model.buffers()):
             tracker.track(tensor)
-        training.model.train()
-        model, optimizer, *_ = booster.boost(training.model, training.optimizer, criterion=criterion)
-        del training
+        plain_model.train()
+        model, optimizer, *_ = booster.boost(plain_model, plain_optimizer, criterion=criterion)
+        del plain_model, plain_optimizer
         for _ in range(num_steps):
             tracker.categorize_all(_steady_categories(model, optimizer), "buffers")
             parts = _each_layer(model.unwrap()) if by_layer else _ends_of_stack(model.unwrap(), layers)
             segments = _Segments(parts, tracker, clock)
             if clock is not None:
                 clock.reset()
-            with _mark_gathered(model.unwrap(), tracker), segments, count_communication() as count:
-                _run_model(booster, model, optimizer, batch, criterion)
+            on_fakes = on_fake_tensors(model.unwrap(), "measure its activations", _ADVICE)
+            with _mark_gathered(model.unwrap(), tracker), segments, count_communication() as count, on_fakes:
+                booster.execute_pipeline(iter([batch]), model, criterion, optimizer, return_loss=False)
             _mark_gradients(model, optimizer, tracker)
             tracker.take_peak()
             if clock is not None:
@@ -214,8 +178,8 @@ def simulate(
             step = tracker.take_peak()
         time = None if clock is None else clock.result(model, tracker.offloaded)
         tracker.categorize_all(_steady_categories(model, optimizer), "buffers")
-        return SimulatedMemory(
-            segments=segments.peaks,
+        memory = RankMemory(
+            backward=max(segments.peaks.values(), key=lambda parts: parts.total),
             step=step,
             steady_state=MemoryParts(**tracker.counts),
             sent=sum(count.sent.values()) + sum(count_of_step.sent.values()),
@@ -223,8 +187,8 @@ def simulate(
             offloaded=tracker.offloaded,
             checkpoint=None if at_end is None else at_end(booster, model, optimizer, tracker),
             time=time,
-            forward_work=segments.work if by_layer else {},
         )
+        return SimulatedMemory(memory=memory, segments=segments.peaks, forward_work=segments.work if by_layer else {})
 
 
 @contextmanager
@@ -271,20 +235,9 @@ def simulate_saves(
     return CheckpointMemory(device=max(device, async_device), host=host, async_host=async_host)
 
 
-def _run_model(booster: Booster, model: Any, optimizer: Any, batch: Any, criterion: Any) -> None:
-    advice = "a forward with data-dependent control flow can't be measured; give a batch for which it has none"
-    with on_fake_tensors(model.unwrap(), "measure its activations", advice):
-        booster.execute_pipeline(iter([batch]), model, criterion, optimizer, return_loss=False)
-
-
 @contextmanager
 def on_fake_tensors(model: nn.Module, purpose: str, advice_on_values: str) -> Iterator[None]:
-    """Run a model on fake tensors in the block; its errors say so.
-
-    Args:
-        model: The user's model.
-        purpose: What it is run for.
-        advice_on_values: What to do about a forward that reads values.
+    """Run a user's model on fake tensors in the block; errors say for what, and what to do if it reads values.
 
     Raises:
         ConfigError: The block raised another error than one of this library.
@@ -341,11 +294,6 @@ def _each_layer(model: nn.Module) -> list[_SegmentNames]:
 
 class _Segments:
     """Context that divides forward and backward into segments; see Note [Layer extrapolation].
-
-    Args:
-        parts: Layers that segments begin at.
-        tracker: Tracker of the allocations.
-        clock: Clock of the step, optional.
 
     Attributes:
         peaks: Peak of each segment.

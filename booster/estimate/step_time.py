@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import statistics
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
-from booster.comm import CollectiveOp, group_size, observe_communication
+from booster.comm import CollectiveOp, group_size
 from booster.fault_tolerance.progress import is_in_phase
 from booster.interface import ModelWrapper, Plugin
 
@@ -52,11 +51,6 @@ class StepTime:
         """Time of the whole step."""
         return self.model + self.step
 
-    def extrapolated(self, more: StepTime, share: float) -> StepTime:
-        """Return the time at `share` of the way to that of a deeper model, or beyond it."""
-        values = {one.name: (getattr(self, one.name), getattr(more, one.name)) for one in fields(self)}
-        return StepTime(**{name: max(0.0, low + (high - low) * share) for name, (low, high) in values.items()})
-
 
 @dataclass(slots=True)
 class _InFlight:
@@ -70,9 +64,8 @@ class _InFlight:
 class StepClock:
     """Clock of a rank in a simulated step; see Note [Time model].
 
-    Args:
-        profile: Speed of the machine.
-        plugin: Plugin of the rank.
+    Attributes:
+        now: Time since the start of the step, in seconds.
     """
 
     def __init__(self, profile: MachineProfile, plugin: Plugin) -> None:
@@ -84,7 +77,7 @@ class StepClock:
 
     def reset(self) -> None:
         """Start a step."""
-        self._host = self._now = 0.0  # the host is ahead of the device, unless it computes itself
+        self._host = self.now = 0.0  # the host is ahead of the device, unless it computes itself
         self._channel_free = 0.0
         self._in_flight: dict[CollectiveOp, _InFlight] = {}
         self._messages: list[float] = []
@@ -93,20 +86,9 @@ class StepClock:
         self._num_calls = 0
         self._end_of_model: float | None = None
 
-    @contextmanager
-    def observing(self) -> Iterator[None]:
-        """Context in which communication advances the clock."""
-        with observe_communication(self):
-            yield
-
-    @property
-    def now(self) -> float:
-        """Time since the start of the step, in seconds."""
-        return self._now
-
     def end_model(self) -> None:
         """Record the end of forward and backward; what follows is the optimizer's step."""
-        self._end_of_model = self._now
+        self._end_of_model = self.now
 
     def on_operator(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """Advance the clock by an operator."""
@@ -120,16 +102,16 @@ class StepClock:
             kernel = cost.seconds(self._profile, is_cold=is_step)
             self._flops += cost.flops
         self._num_calls += 1
-        before = self._now
+        before = self.now
         if self._profile.is_asynchronous:
             self._host += call
             if cost is not None:
-                self._now = max(self._now, self._host) + kernel
+                self.now = max(self.now, self._host) + kernel
             self._computation += kernel
         else:
-            self._now += call + kernel
+            self.now += call + kernel
             self._computation += call + kernel
-        self._spend(self._now - before)
+        self._spend(self.now - before)
 
     def on_start(self, operation: CollectiveOp, sent: int, received: int) -> None:
         """Let a collective begin as soon as those before it have ended."""
@@ -138,7 +120,7 @@ class StepClock:
                 self._messages.append(self._seconds(operation, sent)[0])
             return
         seconds, overlap = self._seconds(operation, max(sent, received))
-        begin = max(self._now, self._channel_free)
+        begin = max(self.now, self._channel_free)
         self._channel_free = begin + seconds
         self._in_flight[operation] = _InFlight(begin, seconds, overlap)
         self._communication += seconds
@@ -148,23 +130,18 @@ class StepClock:
         started = self._in_flight.pop(operation, None)
         if started is None:  # a message of a pipeline, or waited for before
             return
-        hidden = started.overlap * min(started.seconds, max(0.0, self._now - started.begin))
+        hidden = started.overlap * min(started.seconds, max(0.0, self.now - started.begin))
         left = started.seconds - hidden + self._profile.wait_seconds
-        self._now += left
+        self.now += left
         self._exposed += left
         self._spend(left)
 
     def result(self, model: ModelWrapper, num_offloaded: int) -> StepTime:
-        """Return the time of the step of a boosted model.
-
-        Args:
-            model: The model.
-            num_offloaded: Bytes in host memory beside an accelerator.
-        """
-        end_of_model = self._now if self._end_of_model is None else self._end_of_model
+        """Return the time of the step of a boosted model that offloads so many bytes to the host."""
+        end_of_model = self.now if self._end_of_model is None else self._end_of_model
         speed = self._profile.host_bytes_per_second
         offloading = 2 * num_offloaded / speed if speed else 0.0
-        step = self._now - end_of_model + offloading
+        step = self.now - end_of_model + offloading
         bubble = 0.0
         if self._has_stages:
             message = statistics.fmean(self._messages) if self._messages else 0.0

@@ -231,10 +231,6 @@ class BoosterTrainer(Trainer):
 class _BoosterAccelerator:
     """Accelerator of a `BoosterTrainer`; see Note [Trainer].
 
-    Args:
-        accelerator: Accelerate's object.
-        trainer: The trainer.
-
     Attributes:
         num_samples: Number of samples of this rank's batch in evaluation, None if unknown.
     """

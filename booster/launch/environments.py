@@ -43,11 +43,7 @@ class RankEnvironment:
 
 
 def read_torch() -> RankEnvironment:
-    """Read RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
-
-    Raises:
-        ConfigError: Variables are missing or not numbers.
-    """
+    """Read RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT."""
     _require("booster run", TORCH)
     rank, world_size, local_rank, port = read_numbers("booster run", _TORCH_NUMBERS)
     host = os.environ["MASTER_ADDR"]
@@ -83,12 +79,7 @@ def choose_host(host: str | None, find: Callable[[], str]) -> str:
 
 
 def choose_port(port: int | None, launcher: str, names: Sequence[str]) -> int:
-    """Return the port of the store: as given, else MASTER_PORT, else derived from the job's name.
-
-    Args:
-        port: Port given by the user, or None.
-        launcher: Program that sets the variables.
-        names: Variables that together name the job, equal on all ranks.
+    """Return the port of the store: as given, else MASTER_PORT, else derived from the variables that name the job.
 
     Raises:
         ConfigError: MASTER_PORT is not a number, or no variable names the job.
@@ -124,11 +115,7 @@ _DAEMON = "OMPI_MCA_orte_local_daemon_uri"
 
 
 def read_openmpi(host: str | None = None, port: int | None = None) -> RankEnvironment:
-    """Read OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, and the variables for the job's name and mpirun's host.
-
-    Raises:
-        ConfigError: Variables are missing or not numbers, or the store address is unknown.
-    """
+    """Read OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, and the variables for the job's name and mpirun's host."""
     rank, world_size, local_rank = read_numbers("mpirun", _RANK)
     if world_size == 1:
         return RankEnvironment(rank=rank, world_size=1, local_rank=local_rank)
@@ -179,12 +166,7 @@ _SLURM_JOB_NAMES = ("SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
 def read_slurm(host: str | None = None, port: int | None = None) -> RankEnvironment:
-    """Read SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, and the variables for the names of job and nodes.
-
-    Raises:
-        ConfigError: Variables are missing or not numbers, `srun` did not start this process, or the store address is
-            unknown.
-    """
+    """Read SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, and the variables for the names of job and nodes."""
     tasks = first_set(_NUM_TASKS) or _STEP_TASKS
     rank, world_size, local_rank = read_numbers("srun", ("SLURM_PROCID", tasks, "SLURM_LOCALID"))
     if world_size == 1:

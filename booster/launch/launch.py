@@ -41,6 +41,10 @@ from .environments import (
 from .network import choose_gloo_interface, local_address
 from .rendezvous import RankInfo, open_store, rendezvous, report_missing_ranks
 
+_EQUAL_SETTINGS = (  # on all ranks
+    *("world_size", "backend", "seed"),
+    *("timeout_seconds", "setup_timeout_seconds", "checkpoint_timeout_seconds"),
+)
 ConfigSource = Mapping[str, Any] | str | Path | None
 
 
@@ -153,14 +157,8 @@ def launch_from_torch(
     if first_set(TORCH_RANK) is not None:
         environment = read_torch()
     elif dist.is_initialized() and _world is not None:  # launched in another way: this call is the second
-        known = _world.settings
-        environment = RankEnvironment(
-            rank=known.rank,
-            world_size=known.world_size,
-            local_rank=known.local_rank,
-            host=known.host,
-            port=known.port,
-        )
+        known = {one.name: getattr(_world.settings, one.name) for one in fields(RankEnvironment)}
+        environment = RankEnvironment(**known)
     elif dist.is_initialized():
         environment = RankEnvironment(rank=dist.get_rank(), world_size=dist.get_world_size(), local_rank=None)
     else:
@@ -356,14 +354,9 @@ def _start(settings: LaunchSettings, config: Config | None) -> None:
     settings.check_store_address()
     store = open_store(settings.host, settings.port, rank, world_size, seconds)
     info = RankInfo(
+        settings={name: getattr(settings, name) for name in _EQUAL_SETTINGS},
         host=socket.gethostname(),
         address=local_address(settings.host, settings.port) if world_size > 1 else "",
-        world_size=world_size,
-        backend=settings.backend,
-        seed=settings.seed,
-        timeout_seconds=settings.timeout_seconds,
-        setup_timeout_seconds=settings.setup_timeout_seconds,
-        checkpoint_timeout_seconds=settings.checkpoint_timeout_seconds,
     )
     rendezvous_info = rendezvous(store, rank, info, seconds)
     choose_gloo_interface(rendezvous_info.hosts, rendezvous_info.addresses, rank)

@@ -49,10 +49,7 @@ def nearest_address(addresses: Sequence[str]) -> str:
 def choose_gloo_interface(hosts: Sequence[str], addresses: Sequence[str], rank: int) -> None:
     """Set GLOO_SOCKET_IFNAME if gloo's default would be unreachable; see Note [Interface of gloo].
 
-    Args:
-        hosts: Host name of every rank.
-        addresses: Address of every rank on the route to the store, "" where unknown.
-        rank: This process's rank.
+    Hosts and addresses are those of every rank, an address "" where the route to the store is unknown.
     """
     if os.environ.get(VARIABLE) or len(set(hosts)) == 1 or _own_name_is_reachable():
         return

@@ -6,10 +6,11 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]  # no __all__ there
@@ -29,41 +30,22 @@ _GRACE_SECONDS = 5  # the others wait longer than rank 0, so that its verdict, w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """Settings of a rank at the rendezvous. All but host and address must be equal on every rank.
+    """A rank at the rendezvous.
 
     Attributes:
+        settings: Settings that must be equal on every rank, by name, among them `world_size`.
         host: Host name, from which local ranks are counted if they are unknown.
         address: Address of the host on the route to the store, "" if unknown.
-        world_size: Number of ranks.
-        backend: Communication backend.
-        seed: Seed of all generators.
-        timeout_seconds: Training timeout.
-        setup_timeout_seconds: Set-up timeout.
-        checkpoint_timeout_seconds: Checkpoint timeout.
     """
 
+    settings: Mapping[str, Any]
     host: str
-    world_size: int
-    backend: str
-    seed: int
-    timeout_seconds: float
-    setup_timeout_seconds: float
-    checkpoint_timeout_seconds: float
     address: str = ""
-
-
-_EQUAL_FIELDS = tuple(field.name for field in fields(RankInfo) if field.name not in ("host", "address"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RendezvousInfo:
-    """Result of a rendezvous.
-
-    Attributes:
-        local_rank: Index of this rank among those on the same host.
-        hosts: Host of every rank.
-        addresses: Address of every rank.
-    """
+    """Index of this rank among those on the same host, and host and address of every rank."""
 
     local_rank: int
     hosts: list[str]
@@ -105,19 +87,20 @@ def rendezvous(store: Store, rank: int, info: RankInfo, timeout_seconds: float) 
         ConfigError: The ranks were launched with different settings; on every rank.
         RankFailedError: A rank is too late: the message names it.
     """
+    world_size = int(info.settings["world_size"])
     store.set(f"card/{rank}", json.dumps(asdict(info)))
     if rank == 0:
-        store.set("verdict", json.dumps(_compare(store, info, timeout_seconds)))
+        store.set("verdict", json.dumps(_compare(store, world_size, timeout_seconds)))
     try:
         store.wait(["verdict"], timedelta(seconds=timeout_seconds + _GRACE_SECONDS))
         outcome = json.loads(store.get("verdict"))
     except dist.DistError as error:
         raise RankFailedError(
-            f"rank {rank} waited {timeout_seconds:g} s at the launch for rank 0 to see all {info.world_size} ranks, "
+            f"rank {rank} waited {timeout_seconds:g} s at the launch for rank 0 to see all {world_size} ranks, "
             "which did not happen: check rank 0's output, or allow more time with setup_timeout_seconds=..."
         ) from error
     if outcome["missing"]:
-        raise _missing(outcome["missing"], info.world_size, timeout_seconds)
+        raise _missing(outcome["missing"], world_size, timeout_seconds)
     if outcome["difference"]:
         raise ConfigError(outcome["difference"])
     hosts: list[str] = outcome["hosts"]
@@ -141,8 +124,8 @@ def _wait_for_server(host: str, port: int, timeout_seconds: float) -> None:
         time.sleep(_PAUSE_SECONDS)
 
 
-def _compare(store: Store, local: RankInfo, timeout_seconds: float) -> dict[str, object]:
-    keys = [f"card/{rank}" for rank in range(local.world_size)]
+def _compare(store: Store, world_size: int, timeout_seconds: float) -> dict[str, object]:
+    keys = [f"card/{rank}" for rank in range(world_size)]
     try:
         store.wait(keys, timedelta(seconds=timeout_seconds))
     except dist.DistStoreError:  # the timeout: collect the late ranks for the errors of the others
@@ -158,8 +141,8 @@ def _compare(store: Store, local: RankInfo, timeout_seconds: float) -> dict[str,
 
 def _first_difference(infos: list[RankInfo]) -> str | None:
     for rank, info in enumerate(infos):
-        for name in _EQUAL_FIELDS:
-            first, other = getattr(infos[0], name), getattr(info, name)
+        for name, first in infos[0].settings.items():
+            other = info.settings.get(name)
             if other != first:
                 return (
                     f"rank 0 was launched with {name}={first!r} and rank {rank} with {name}={other!r}, "
@@ -201,11 +184,6 @@ _RETRY_SECONDS = 0.02
 @contextmanager
 def report_missing_ranks(store: Store, rank: int, world_size: int) -> Iterator[None]:
     """Name the ranks that neither completed the block nor reported a failure, in errors of the block.
-
-    Args:
-        store: Store of this launch.
-        rank: This rank.
-        world_size: Number of ranks.
 
     Collective: every rank must enter it.
 

@@ -24,13 +24,9 @@ DISPATCH_OBSERVERS = "_dispatch_observers"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsEntry:
-    """A module of experts.
+    """A module of experts: rows of its parameters if it is stacked, otherwise submodules.
 
-    Attributes:
-        name: Name of the module.
-        num_experts: Number of experts.
-        is_stacked: Whether the experts are rows of the module's parameters, otherwise submodules.
-        is_looped: Whether it is a plain list or dict, whose experts the block around it calls.
+    A looped one is a plain list or dict, whose experts the block around it calls.
     """
 
     name: str
@@ -41,12 +37,9 @@ class ExpertsEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterEntry:
-    """A router that returns logits.
+    """A router that returns logits, at a position of its output if this is a tuple.
 
-    Attributes:
-        name: Name of the module.
-        index: Position of the logits in its output, if this is a tuple.
-        uses_sigmoid: Whether the scores of experts are sigmoids of the logits, otherwise their softmax.
+    The scores of experts are sigmoids of the logits if it uses them, otherwise their softmax.
     """
 
     name: str
@@ -74,12 +67,9 @@ class DispatchObservers:
 
 
 def experts_entry(name: str, modules: Mapping[str, nn.Module], *, is_named: bool = False) -> ExpertsEntry | None:
-    """Return the entry of a module of experts, or None if it is none.
+    """Return the entry of a module of a model, or None if it holds no experts.
 
-    Args:
-        name: Name of the module.
-        modules: Modules of the model by name.
-        is_named: Whether a plan names the module; otherwise names of arguments and of its neighbours have to fit, too.
+    Where no plan names it, names of arguments and of its neighbours have to fit, too.
     """
     module = modules[name]
     if type(module) in (nn.ModuleList, nn.ModuleDict):
@@ -240,8 +230,5 @@ def _uses_sigmoid(module: nn.Module) -> bool:
         called.update(() if code is None else code.co_names)
     if any(isinstance(child, nn.Sigmoid) for child in module.children()):
         return True
-    return "sigmoid" in called and ("softmax" not in called or any(one == "sigmoid" for one in _texts(module)))
-
-
-def _texts(module: nn.Module) -> list[str]:
-    return [value for value in vars(module).values() if isinstance(value, str)]
+    texts = [value for value in vars(module).values() if isinstance(value, str)]
+    return "sigmoid" in called and ("softmax" not in called or "sigmoid" in texts)

@@ -202,11 +202,10 @@ class FFNExperts(nn.Module):
     def _run_stacked(self, states: Tensor, ends: Tensor, num_features: int) -> Tensor:
         return self._run_grouped(states, ends) if self._is_grouped(states, ends) else self._run_each(states, ends)
 
-    _compute = opaque_method(_run_stacked, lambda states, ends, num_features: _empty_outputs(states, num_features))
-
-
-def _empty_outputs(states: Tensor, num_features: int) -> Tensor:
-    return states.new_empty(len(states), num_features, dtype=autocast_dtype(states))
+    _compute = opaque_method(
+        _run_stacked,
+        lambda states, ends, num_features: states.new_empty(len(states), num_features, dtype=autocast_dtype(states)),
+    )
 
 
 def grouped_linear(states: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.comm import AllGather, ReduceScatter, host_value, start_all_gather, start_reduce_scatter
+from booster.comm import AllGather, ReduceScatter, host_value, start_all_gather, start_reduce_scatter, sum_dtype
 from booster.plugins.sharding.buffer_pool import Buffer
 
 from .chunk_layout import ChunkLayout, ParamRegion
@@ -248,11 +247,7 @@ class ChunkParam:
     is_overwritten: bool = False
 
     def set_state(self, state: TensorState) -> None:
-        """Change the state.
-
-        Raises:
-            RuntimeError: The transition is illegal.
-        """
+        """Change the state; raise `RuntimeError` if the transition is illegal."""
         self.state = checked_transition(self.name, self.state, state)
 
     def unbind(self) -> None:
@@ -270,62 +265,16 @@ def placeholder(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.full((), value, dtype=dtype, device=device)
 
 
-def any_modified_while_sharded(chunks: Sequence[Chunk]) -> bool:
-    """Whether `Chunk.any_modified_while_sharded` is true of any chunk, with one device sync per dtype."""
-    return any(host_value(_modified_flag(placeholders), fake=0) for placeholders in _placeholders_by_dtype(chunks))
-
-
-def _placeholders_by_dtype(chunks: Sequence[Chunk]) -> list[torch.Tensor]:
+def modified_flags(chunks: Sequence[Chunk]) -> list[torch.Tensor]:
+    """Return whether `Chunk.was_modified_while_sharded` is true of any chunk of a dtype, on the device."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for chunk in chunks:
         by_dtype.setdefault(chunk.layout.dtype, []).append(chunk.placeholder)
-    return [torch.stack(placeholders) for placeholders in by_dtype.values()]
-
-
-def _modified_flag(placeholders: torch.Tensor) -> torch.Tensor:
-    is_number = placeholders.is_floating_point() or placeholders.is_complex()
-    return (~placeholders.isnan()).any() if is_number else (placeholders != 0).any()
-
-
-class ModifiedCheck:
-    """Check for parameters that were modified while they were sharded, by the compute device.
-
-    On an accelerator the host does not wait for the answer: it is read at the first call at which it has arrived, and
-    at the latest `MAX_AGE` calls later.
-    """
-
-    MAX_AGE = 100
-
-    def __init__(self) -> None:
-        self._answer: torch.Tensor | None = None
-        self._event: torch.Event | None = None
-        self._age = 0
-
-    def run(self, chunks: Sequence[Chunk]) -> bool:
-        """Return whether a parameter of a chunk was modified, as far as is known."""
-        if chunks[0].placeholder.device.type == "cpu":
-            return any_modified_while_sharded(chunks)
-        found = self._read()
-        if self._event is None:
-            flags = [_modified_flag(placeholders) for placeholders in _placeholders_by_dtype(chunks)]
-            if self._answer is None:
-                self._answer = torch.zeros((), dtype=torch.bool, pin_memory=True)
-            self._answer.copy_(torch.stack(flags).any(), non_blocking=True)
-            self._event = torch.Event(device=flags[0].device)
-            self._event.record()
-            self._age = 0
-        return found
-
-    def _read(self) -> bool:
-        if self._event is None or self._answer is None:
-            return False
-        self._age += 1
-        if not self._event.query():
-            if self._age < self.MAX_AGE:
-                return False
-            self._event.synchronize()
-        self._event = None
-        return bool(host_value(self._answer, fake=0))
+    flags = []
+    for placeholders in map(torch.stack, by_dtype.values()):
+        is_number = placeholders.is_floating_point() or placeholders.is_complex()
+        flags.append((~placeholders.isnan()).any() if is_number else (placeholders != 0).any())
+    return flags
 
 
 class Chunk:
@@ -337,9 +286,7 @@ class Chunk:
         named: Names and parameters, in the layout's order.
         rank: Rank of this process in the shard group.
         group: Shard group. None is the world group.
-        device: Device of the gathered weights.
-        sum_dtype: Dtype in which gradients are summed.
-        sum_device: Device of the gradient shard.
+        device: Device of the gathered weights and of the gradient shard.
     """
 
     def __init__(
@@ -351,8 +298,6 @@ class Chunk:
         rank: int,
         group: dist.ProcessGroup | None,
         device: torch.device,
-        sum_dtype: torch.dtype,
-        sum_device: torch.device,
     ) -> None:
         self.index = index
         self.layout = layout
@@ -364,7 +309,7 @@ class Chunk:
         self.weights = ChunkShard(layout.shard_numel, layout.dtype, device)
         self.master = self.weights
         self.placeholder = placeholder(layout.dtype, device)
-        self.grad_shard = ChunkShard(layout.shard_numel, sum_dtype, sum_device)
+        self.grad_shard = ChunkShard(layout.shard_numel, sum_dtype(layout.dtype), device)
         self.has_grad_shard = False
         self.gathered: torch.Tensor | None = None
         self.is_kept_gathered = False
@@ -468,12 +413,10 @@ class Chunk:
 
     def was_modified_while_sharded(self) -> bool:
         """Whether a parameter was modified while it was sharded. Such a write is lost."""
-        is_number = self.layout.dtype.is_floating_point or self.layout.dtype.is_complex
-        value = host_value(self.placeholder, fake=math.nan if is_number else 0)
-        was_written = value == value if is_number else value != 0
+        was_written = bool(host_value(modified_flags([self])[0], fake=0))
         if was_written:
             self.placeholder.copy_(placeholder(self.layout.dtype, self.placeholder.device))
-        return bool(was_written)
+        return was_written
 
     def bind_params(self) -> None:
         """Bind the parameters to views of the gathered weights."""
@@ -541,12 +484,7 @@ class Chunk:
 
     @torch.no_grad()
     def on_grad_ready(self, param: ChunkParam, take_buffer: Callable[[int], Buffer]) -> None:
-        """Move a gradient from `.grad` into the gradient buffer.
-
-        Args:
-            param: Parameter of the gradient.
-            take_buffer: Function that returns a buffer of the given bytes.
-        """
+        """Move a gradient from `.grad` into the gradient buffer, which `take_buffer` returns for a number of bytes."""
         gradient = param.parameter.grad
         assert gradient is not None, "the gradient has arrived"
         if param.state is not TensorState.HOLD_AFTER_BWD:
@@ -644,7 +582,7 @@ class Chunk:
         return self._reduction is not None
 
     @torch.no_grad()
-    def finish_reduce(self) -> tuple[list[Buffer], Transfer | None]:
+    def finish_reduce(self) -> tuple[Sequence[Buffer | None], Transfer | None]:
         """Wait for the reduce-scatter, and accumulate this rank's shard in `grad_shard`.
 
         Returns:
@@ -669,7 +607,7 @@ class Chunk:
             param.has_gradient = False
             if param.state is TensorState.READY_FOR_REDUCE:
                 param.set_state(TensorState.HOLD if self.is_gathered else TensorState.FREE)
-        return [buffer for buffer in used if buffer is not None], transfer
+        return used, transfer
 
     def drop_gradients(self) -> Buffer | None:
         """Drop all gradients of the accumulation; return the buffer of unreduced ones, if any."""
@@ -696,9 +634,5 @@ class Chunk:
     @property
     def bytes_in_memory(self) -> int:
         """Bytes in the compute tier, without buffers of the pool."""
-        own = (
-            self.gathered.nbytes
-            if self.is_kept_gathered and self.gathered is not None
-            else self.weights.bytes_in_memory
-        )
+        own = self.layout.num_bytes if self.is_kept_gathered else self.weights.bytes_in_memory
         return own + self.grad_shard.bytes_in_memory

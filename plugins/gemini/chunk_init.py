@@ -5,29 +5,31 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from booster.comm import broadcast, sum_dtype
+from booster.comm import broadcast
 from booster.lazy_init import is_lazy, materialize_tensor
+from booster.logger import log_rank_zero
 
 from .chunk import Chunk, ChunkShard, finish_transfer
-from .chunk_layout import ChunkLayout, ChunkPlan, ParamInfo, default_step, plan_chunks, search_chunk_numel
+from .chunk_layout import ChunkPlan, ParamInfo, default_step, plan_chunks, search_chunk_numel
+from .chunk_manager import ChunkManager
 from .config import GeminiSettings
-from .tiers import Tier
+from .placement import Placement
 
 
-def describe_params(
-    model: nn.Module, trained: Collection[int], dtype: torch.dtype | None
-) -> tuple[list[tuple[str, nn.Parameter]], list[ParamInfo], list[int]]:
-    """Return a model's named parameters, their layout information, and the index of each one's module.
+def build_chunks(
+    model: nn.Module, trained: Collection[int], settings: GeminiSettings, placement: Placement
+) -> ChunkManager:
+    """Move a model's parameters into chunks and return their manager. Collective over the data-parallel ranks.
 
     Args:
         model: The user's model.
         trained: The `id`s of parameters that an optimizer updates.
-        dtype: Dtype that floating-point weights are cast to; None keeps the model's.
+        settings: Sharding settings.
+        placement: Placement policy.
     """
-    named = list(model.named_parameters())
+    named, dtype = list(model.named_parameters()), settings.config.dtype
     module_of = {
         id(parameter): number
         for number, module in reversed(list(enumerate(model.modules())))
@@ -35,86 +37,99 @@ def describe_params(
     }
     infos = [
         ParamInfo(
-            name=name,
             shape=tuple(parameter.shape),
             dtype=dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype,
             trains=id(parameter) in trained and parameter.requires_grad,
         )
-        for name, parameter in named
+        for _, parameter in named
     ]
-    return named, infos, [module_of[id(parameter)] for _, parameter in named]
+    plan = _plan_model(infos, [module_of[id(parameter)] for _, parameter in named], settings)
+    if settings.config.verbose:
+        log_rank_zero(f"GeminiPlugin: {plan.describe()}")
+    manager = ChunkManager(_make_chunks(plan, named, settings), settings, placement)
+    manager.locations = manager.choose_locations()
+    for chunk in manager.chunks:
+        _fill_chunk(chunk, manager, settings, {})
+    manager.note_addresses(manager.chunks)
+    return manager
 
 
-def plan_model(
-    infos: Sequence[ParamInfo], module_of: Sequence[int], settings: GeminiSettings, num_shards: int
-) -> ChunkPlan:
-    """Return the layout of all parameters, equal on all ranks. No communication."""
-    chunks = settings.config.chunks
-    if chunks.numel is not None:
-        return plan_chunks(infos, num_shards=num_shards, chunk_numel=chunks.numel, module_of=module_of)
-    found = search_chunk_numel(
-        infos,
-        num_shards=num_shards,
-        search_range_numel=chunks.search_range_numel,
-        min_chunk_numel=chunks.min_numel,
-        step_numel=default_step(infos) if chunks.step_numel is None else chunks.step_numel,
-        module_of=module_of,
-    )
-    return plan_chunks(
-        infos,
-        num_shards=num_shards,
-        chunk_numel=found.chunk_numel,
-        module_of=module_of,
-        outlier_numel=found.outlier_numel,
-    )
-
-
-def make_chunk(
-    index: int, layout: ChunkLayout, named: Sequence[tuple[str, nn.Parameter]], settings: GeminiSettings
-) -> Chunk:
-    """Return a chunk without allocated memory.
+def add_chunks(
+    manager: ChunkManager,
+    settings: GeminiSettings,
+    named: Sequence[tuple[str, nn.Parameter]],
+    values: Mapping[int, torch.Tensor],
+) -> list[Chunk]:
+    """Move unfrozen parameters into new chunks and return these. Collective over the data-parallel ranks.
 
     Args:
-        index: Index of the chunk.
-        layout: Layout of the chunk.
-        named: All parameters of the layout with their names.
+        manager: Manager that the chunks are added to.
         settings: Sharding settings.
+        named: Names and parameters, which are bound to placeholders.
+        values: Values of the parameters by `id`.
     """
-    return Chunk(
-        index,
-        layout,
-        [named[region.index] for region in layout.regions],
-        rank=settings.rank,
-        group=settings.shard_group,
-        device=settings.device,
-        sum_dtype=sum_dtype(layout.dtype),
-        sum_device=settings.device,
+    infos = [ParamInfo(shape=tuple(one.shape), dtype=one.dtype, trains=True) for _, one in named]
+    smallest = settings.config.chunk_numel or settings.config.min_chunk_numel
+    chunk_numel = max(smallest, *(info.numel for info in infos))
+    plan = plan_chunks(infos, num_shards=settings.num_shards, chunk_numel=chunk_numel)
+    chunks = _make_chunks(plan, named, settings, first_index=len(manager.chunks))
+    for chunk in chunks:
+        _fill_chunk(chunk, manager, settings, values)
+    manager.add(chunks)
+    return chunks
+
+
+def _plan_model(infos: Sequence[ParamInfo], module_of: Sequence[int], settings: GeminiSettings) -> ChunkPlan:
+    """Return the layout of all parameters, equal on all ranks. No communication."""
+    config, num_shards = settings.config, settings.num_shards
+    chunk_numel, outlier_numel = config.chunk_numel, None
+    if chunk_numel is None:
+        found = search_chunk_numel(
+            infos,
+            num_shards=num_shards,
+            search_range_numel=config.search_range_numel,
+            min_chunk_numel=config.min_chunk_numel,
+            step_numel=default_step(infos) if config.hidden_dim is None else config.hidden_dim,
+            module_of=module_of,
+        )
+        chunk_numel, outlier_numel = found.chunk_numel, found.outlier_numel
+    return plan_chunks(
+        infos, num_shards=num_shards, chunk_numel=chunk_numel, module_of=module_of, outlier_numel=outlier_numel
     )
+
+
+def _make_chunks(
+    plan: ChunkPlan, named: Sequence[tuple[str, nn.Parameter]], settings: GeminiSettings, first_index: int = 0
+) -> list[Chunk]:
+    """Return chunks without allocated memory."""
+    return [
+        Chunk(
+            index,
+            layout,
+            [named[region.index] for region in layout.regions],
+            rank=settings.rank,
+            group=settings.shard_group,
+            device=settings.device,
+        )
+        for index, layout in enumerate(plan.chunks, first_index)
+    ]
 
 
 @torch.no_grad()
-def fill_chunk(
-    chunk: Chunk,
-    settings: GeminiSettings,
-    *,
-    keeps_gathered: bool,
-    weights_tier: Tier | None,
-    states_tier: Tier | None,
-    source: dist.ProcessGroup | None = None,
-    values: Mapping[int, torch.Tensor] | None = None,
+def _fill_chunk(
+    chunk: Chunk, manager: ChunkManager, settings: GeminiSettings, values: Mapping[int, torch.Tensor]
 ) -> None:
     """Move the first rank's parameter values into a chunk. Collective over the data-parallel ranks.
 
     Args:
         chunk: Chunk without allocated memory.
+        manager: Manager with the locations of the shards.
         settings: Sharding settings.
-        keeps_gathered: If True, keep the chunk gathered.
-        weights_tier: Tier of the weight shard, or None for memory.
-        states_tier: Tier of the master weights, or None for memory.
-        source: Group whose first rank provides the values; optional, defaults to the world group.
         values: Values by parameter `id`, for parameters that are already bound to a placeholder.
     """
-    values = {} if values is None else values
+    locations = manager.locations
+    weights_tier = manager.needed_tier() if chunk.index in locations.weights else None
+    states_tier = manager.needed_tier() if chunk.index in locations.states else None
     exact_dtype = chunk.layout.dtype  # promoted to a dtype that represents the values of all parameters exactly
     for param in chunk.params:
         exact_dtype = torch.promote_types(exact_dtype, param.parameter.dtype)
@@ -127,9 +142,9 @@ def fill_chunk(
             param.view_in(full).copy_(materialize_tensor(parameter) if is_lazy(parameter) else parameter.detach())
         parameter.grad = None
         param.unbind()
-    broadcast([full], source)
+    broadcast([full])
     shard = full[chunk.layout.shard_range(settings.rank)]
-    if keeps_gathered:
+    if chunk.index in locations.kept_gathered or (settings.num_shards == 1 and weights_tier is None):
         chunk.keep_gathered(full)
     else:
         chunk.weights.allocate(weights_tier)

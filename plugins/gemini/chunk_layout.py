@@ -11,8 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from booster.errors import ConfigError
-
 # Note [Chunk layout]
 # A chunk is a flat buffer of full parameters of one kind: equal dtype, and all trained or all frozen. Parameters follow
 # each other; elements that align the next one's start, and the rest at the end, are waste. Over P ranks a chunk has P
@@ -30,12 +28,7 @@ _PARAM_ALIGNMENT = 8
 
 
 def unit_numel(dtype: torch.dtype, num_shards: int) -> int:
-    """Return the number of elements that every chunk size is a multiple of. See Note [Chunk layout].
-
-    Args:
-        dtype: Dtype of the chunk.
-        num_shards: Number of ranks that share the chunk.
-    """
+    """Return the number of elements that every chunk size is a multiple of. See Note [Chunk layout]."""
     return num_shards * (_ALIGNMENT_BYTES // min(dtype.itemsize, _HALF_FORMAT_BYTES))
 
 
@@ -44,13 +37,11 @@ class ParamInfo:
     """Layout information of a parameter.
 
     Attributes:
-        name: Name in the model; the first one of a tied parameter.
         shape: Shape of the full parameter.
         dtype: Dtype in the chunk.
         trains: If False, the parameter is frozen.
     """
 
-    name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     trains: bool
@@ -85,13 +76,11 @@ class ShardRegionInChunk:
     Attributes:
         region_index: Index of the parameter's region among the chunk's regions.
         span: Range in the row-major flattening of the parameter: first element and one past the last.
-        in_chunk: Range in the gathered chunk.
         in_shard: Range in the rank's shard.
     """
 
     region_index: int
     span: tuple[int, int]
-    in_chunk: slice
     in_shard: slice
 
 
@@ -141,20 +130,12 @@ class ChunkLayout:
         return [slice(stop, start) for stop, start in zip(stops, starts, strict=True) if stop < start]
 
     def shard_range(self, rank: int) -> slice:
-        """Return the range of the chunk that a rank owns.
-
-        Args:
-            rank: Rank in the shard group.
-        """
+        """Return the range of the chunk that a rank of the shard group owns."""
         assert 0 <= rank < self.num_shards, f"rank {rank} of {self.num_shards} shards"
         return slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
     def parts(self, rank: int) -> list[ShardRegionInChunk]:
-        """Return the regions that a rank owns, in order, without empty ones.
-
-        Args:
-            rank: Rank in the shard group.
-        """
+        """Return the regions that a rank of the shard group owns, in order, without empty ones."""
         owned = self.shard_range(rank)
         parts = []
         for index, region in enumerate(self.regions):
@@ -163,36 +144,10 @@ class ChunkLayout:
                 part = ShardRegionInChunk(
                     region_index=index,
                     span=(start - region.start, stop - region.start),
-                    in_chunk=slice(start, stop),
                     in_shard=slice(start - owned.start, stop - owned.start),
                 )
                 parts.append(part)
         return parts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WasteReport:
-    """Waste of a chunk plan.
-
-    Attributes:
-        num_chunks: Number of chunks.
-        used: Number of parameter elements in all chunks.
-        wasted: Number of elements that belong to no parameter.
-    """
-
-    num_chunks: int
-    used: int
-    wasted: int
-
-    @property
-    def ratio(self) -> float:
-        """Fraction of the chunks' elements that is waste, from 0 to 1."""
-        return self.wasted / max(1, self.used + self.wasted)
-
-    def describe(self) -> str:
-        """Return one line for a log."""
-        chunks = "1 chunk" if self.num_chunks == 1 else f"{self.num_chunks} chunks"
-        return f"{chunks} for {self.used:,} elements of parameters, and {self.wasted:,} unused ({self.ratio:.2%})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,12 +157,22 @@ class ChunkPlan:
     Attributes:
         chunks: Chunks, in the order of the first parameter in each.
         chunk_numel: Number of elements of a chunk; the last chunk of a kind and chunks of one parameter may differ.
-        waste: Waste report of the chunks.
     """
 
     chunks: tuple[ChunkLayout, ...]
     chunk_numel: int
-    waste: WasteReport
+
+    @property
+    def wasted_numel(self) -> int:
+        """Number of elements of the chunks that belong to no parameter."""
+        return sum(chunk.numel - chunk.used_numel for chunk in self.chunks)
+
+    def describe(self) -> str:
+        """Return one line for a log."""
+        chunks = "1 chunk" if len(self.chunks) == 1 else f"{len(self.chunks)} chunks"
+        used, wasted = sum(chunk.used_numel for chunk in self.chunks), self.wasted_numel
+        ratio = wasted / max(1, used + wasted)
+        return f"{chunks} for {used:,} elements of parameters, and {wasted:,} unused ({ratio:.2%})"
 
 
 # Note [Filling chunks]
@@ -229,7 +194,8 @@ class ChunkPlan:
 # candidates: 3000 parameters and 1000 candidates take about 0.03 seconds.
 _MAX_CANDIDATES = 10_000
 
-# Minimum number of parameters for a meaningful mean and standard deviation.
+# Outliers are larger than the mean by this number of standard deviations; of few parameters both mean little.
+_OUTLIER_DEVIATIONS = 3
 _MIN_PARAMETERS_FOR_OUTLIERS = 8
 
 _STEP_WITHOUT_MATRICES = 1024
@@ -298,12 +264,7 @@ def plan_chunks(
         module_of: Index of the module that directly holds each parameter. Consecutive parameters of a module share a
             chunk if possible. Optional, defaults to one module per parameter.
         outlier_numel: Parameters with more elements have separate chunks.
-
-    Raises:
-        ConfigError: `chunk_numel` is less than 1.
     """
-    if chunk_numel < 1:
-        raise ConfigError(f"a chunk of {chunk_numel} elements can hold no parameter: give a size of 1 or more")
     numels = [parameter.numel for parameter in parameters]
     kinds, unit = _kinds(parameters, numels, num_shards, module_of, outlier_numel)
     chunk_numel = _round_up(chunk_numel, unit)
@@ -317,8 +278,7 @@ def plan_chunks(
             regions.append(ParamRegion(index, parameters[index].shape, start, start + numels[index]))
             start += aligned[index]
         chunks.append(ChunkLayout(kind.dtype, kind.trains, draft.numel, num_shards, tuple(regions)))
-    wasted = sum(chunk.numel - chunk.used_numel for chunk in chunks)
-    return ChunkPlan(tuple(chunks), chunk_numel, WasteReport(num_chunks=len(chunks), used=sum(numels), wasted=wasted))
+    return ChunkPlan(tuple(chunks), chunk_numel)
 
 
 def search_chunk_numel(
@@ -329,7 +289,6 @@ def search_chunk_numel(
     min_chunk_numel: int,
     step_numel: int,
     module_of: Sequence[int] | None = None,
-    num_outlier_deviations: float = 3.0,
 ) -> SearchResult:
     """Return the chunk size with the least waste, the smallest of several.
 
@@ -348,15 +307,9 @@ def search_chunk_numel(
         min_chunk_numel: Smallest candidate.
         step_numel: Difference between candidates, see `default_step`.
         module_of: Index of the module that directly holds each parameter; see `plan_chunks`.
-        num_outlier_deviations: A parameter is an outlier if it is larger than `min_chunk_numel` and than the mean size
-            plus this number of standard deviations. With fewer than 8 parameters there are no outliers.
-
-    Raises:
-        ConfigError: The arguments allow no candidates.
     """
-    _check_search(search_range_numel, min_chunk_numel, step_numel, num_outlier_deviations)
     numels = [parameter.numel for parameter in parameters]
-    outlier_numel = _outlier_numel(numels, min_chunk_numel, num_outlier_deviations)
+    outlier_numel = _outlier_numel(numels, min_chunk_numel)
     kinds, unit = _kinds(parameters, numels, num_shards, module_of, outlier_numel)
     aligned = _aligned(numels)
     largest = max((sum(aligned[index] for run in kind.runs for index in run) for kind in kinds if kind.runs), default=1)
@@ -377,32 +330,18 @@ def default_step(parameters: Iterable[ParamInfo]) -> int:
 
     In a transformer this is the hidden dimension, a divisor of nearly all parameter sizes. The smallest of several;
     1024 for a model without matrices. Convolution kernels are excluded because their last dimension is tiny.
-
-    Args:
-        parameters: Parameters of the model, in any order.
     """
     counts = Counter(info.shape[1] for info in parameters if len(info.shape) == 2 and info.numel)
     return min(counts, key=lambda dimension: (-counts[dimension], dimension), default=_STEP_WITHOUT_MATRICES)
 
 
-def _check_search(search_range: int, smallest: int, step: int, deviations: float) -> None:
-    if search_range < 0:
-        raise ConfigError(f"a search range of {search_range} elements contains no sizes: give 0 or more")
-    if smallest < 1:
-        raise ConfigError(f"chunks of at least {smallest} elements: the smallest size must be 1 or more")
-    if step < 1:
-        raise ConfigError(f"a step of {step} elements never reaches the end of the range: give a step of 1 or more")
-    if not deviations > 0:
-        raise ConfigError(f"{deviations} deviations would make all parameters outliers: give more than 0, such as 3")
-
-
-def _outlier_numel(numels: Sequence[int], min_chunk_numel: int, deviations: float) -> int | None:
+def _outlier_numel(numels: Sequence[int], min_chunk_numel: int) -> int | None:
     """Return the size above which parameters are outliers, from integer sums, which are exact on all ranks."""
-    if len(numels) < _MIN_PARAMETERS_FOR_OUTLIERS or math.isinf(deviations):
+    if len(numels) < _MIN_PARAMETERS_FOR_OUTLIERS:
         return None
     total, squares = sum(numels), sum(numel * numel for numel in numels)
     spread = math.sqrt(len(numels) * squares - total * total)
-    limit = max(min_chunk_numel, math.floor((total + deviations * spread) / len(numels)))
+    limit = max(min_chunk_numel, math.floor((total + _OUTLIER_DEVIATIONS * spread) / len(numels)))
     return limit if max(numels) > limit else None
 
 

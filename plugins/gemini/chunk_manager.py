@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from booster.comm import any_rank, broadcast_numbers, group_size, raise_on_all_ranks
+from booster.comm import any_rank, broadcast_numbers, group_size, is_fake_world, raise_on_all_ranks
+from booster.device import memory_allocated
 from booster.errors import ConfigError
 from booster.plugins.sharding.buffer_pool import Buffer, BufferPool
 from booster.plugins.sharding.collective_order import (
@@ -21,7 +20,9 @@ from booster.plugins.sharding.collective_order import (
 )
 
 from .chunk import Chunk, ChunkParam, finish_transfer
+from .config import GeminiSettings
 from .placement import ChunkBytes, ChunkLocations, Placement, evictions
+from .shard_update import adam_state_bytes
 from .tiers import Tier, Transfer
 from .tracer import Cursor, Trace, Tracer
 
@@ -38,18 +39,13 @@ from .tracer import Cursor, Trace, Tracer
 
 
 class GradientReduction:
-    """Gradient reduction of all chunks.
-
-    Args:
-        manager: Manager of the chunks.
-        is_asynchronous: If True, reductions overlap with backward.
-    """
+    """Gradient reduction of all chunks, which overlaps with backward if it is asynchronous."""
 
     def __init__(self, manager: ChunkManager, *, is_asynchronous: bool) -> None:
         self._manager = manager
         self._is_asynchronous = is_asynchronous
         self._in_flight: deque[Chunk] = deque()
-        self._storing: deque[tuple[list[Buffer], Transfer]] = deque()
+        self._storing: deque[tuple[Sequence[Buffer | None], Transfer]] = deque()
         self._order = [chunk.index for chunk in reversed(manager.chunks) if chunk.layout.trains]
         self._completed: list[int] = []
         self._is_ready = [False] * len(manager.chunks)
@@ -78,8 +74,6 @@ class GradientReduction:
 
     def _complete(self, chunk: Chunk) -> None:
         manager = self._manager
-        if manager.tracer.is_recording:
-            manager.tracer.record_complete(chunk.index)
         self._completed.append(chunk.index)
         self._is_ready[chunk.index] = True
         if chunk.can_be_released and not manager.is_needed_again(chunk):
@@ -122,7 +116,7 @@ class GradientReduction:
         if self._storing:
             buffers, transfer = self._storing.popleft()
             finish_transfer(transfer)
-            self._release(buffers)
+            self._manager.pool.release(*buffers)
         elif self._in_flight:
             self._finish(self._in_flight.popleft())
         else:
@@ -132,13 +126,9 @@ class GradientReduction:
     def _finish(self, chunk: Chunk) -> None:
         buffers, transfer = chunk.finish_reduce()
         if transfer is None:
-            self._release(buffers)
+            self._manager.pool.release(*buffers)
         else:
             self._storing.append((buffers, transfer))
-
-    def _release(self, buffers: Iterable[Buffer]) -> None:
-        for buffer in buffers:
-            self._manager.pool.release(buffer)
 
     def finish_all(self) -> None:
         """Wait for all reductions in flight."""
@@ -161,13 +151,11 @@ class GradientReduction:
         chunks = self._manager.chunks
         params = [param for chunk in chunks for param in chunk.params]
         left = [chunk.has_gradients and not chunk.is_reducing for chunk in chunks]
-        learns = not self._knows_order and bool(self._completed)
-        if learns:
+        if not self._knows_order and self._completed:
             for param in params:
                 param.is_expected = param.is_used
-        flags = left + [param.is_expected or param.is_used for param in params]
         group = self._manager.negotiation.group
-        agreed = any_rank(flags, group)
+        agreed = any_rank([*left, *(param.is_expected or param.is_used for param in params)], group)
         for param, is_expected in zip(params, agreed[len(chunks) :], strict=True):
             param.is_expected = is_expected
         for chunk in chunks:
@@ -202,16 +190,10 @@ class GradientReduction:
     # Between backwards.
 
     def reset(self, *, keeps_use: bool = False) -> None:
-        """Drop the gradients of the accumulation.
-
-        Args:
-            keeps_use: If True, parameters that had a gradient continue with a zero gradient.
-        """
+        """Drop the gradients of the accumulation; with `keeps_use`, parameters that had one keep a gradient of zero."""
         self.finish_all()
         for chunk in self._manager.chunks:
-            buffer = chunk.drop_gradients()
-            if buffer is not None:
-                self._manager.pool.release(buffer)
+            self._manager.pool.release(chunk.drop_gradients())
             for param in chunk.params:
                 param.is_used = param.is_used and keeps_use
 
@@ -228,50 +210,30 @@ class ChunkManager:
 
     Args:
         chunks: All chunks, by index.
-        negotiation: Negotiation between the ranks of the shard group.
-        device: Device of the compute tier.
+        settings: Sharding settings.
         placement: Placement policy, which sets the memory budget.
-        control_group: All data-parallel ranks, with a CPU backend. None is the world group.
-        make_tier: Factory of the offload tier.
-        max_prefetch: Maximum number of chunks to prefetch.
-        reduces_asynchronously: If True, reductions overlap with backward.
-        other_bytes: Function that returns the known non-chunk bytes in the compute tier.
 
     Attributes:
+        negotiation: Negotiation between the ranks of the shard group.
+        tier: Offload tier; None as long as nothing is offloaded.
         state_bytes: Function that returns the bytes of this rank's master weights and optimizer states of a chunk.
         on_trace: Function called after the traced iteration, if any.
-        tracer: Tracer of the current iteration.
+        tracer: Tracer of the current iteration, if it is traced.
     """
 
-    def __init__(
-        self,
-        chunks: Sequence[Chunk],
-        *,
-        negotiation: OrderNegotiation,
-        device: torch.device,
-        placement: Placement,
-        control_group: dist.ProcessGroup | None,
-        make_tier: Callable[[], Tier],
-        max_prefetch: int,
-        reduces_asynchronously: bool,
-        other_bytes: Callable[[], int],
-    ) -> None:
+    def __init__(self, chunks: Sequence[Chunk], settings: GeminiSettings, placement: Placement) -> None:
         self.chunks = list(chunks)
-        self.negotiation = negotiation
+        self._settings = settings
+        self.negotiation = OrderNegotiation(settings.order_group, 2 + placement.max_prefetch)
         self._replay: OrderReplay[RankRequest, AgreedCollectives] = OrderReplay(self._run)
         self.tier: Tier | None = None
-        self._make_tier = make_tier
-        self._control_group = control_group
-        self.pool = BufferPool(device)
-        self.locations = ChunkLocations(weights=frozenset(), states=frozenset(), kept_gathered=frozenset())
-        self.trace: Trace | None = None
+        self.pool = BufferPool(settings.device)
+        self.locations = ChunkLocations()
         self.phase = PassKind.FORWARD
         self.is_whole = False
-        self._placement = placement
-        self._max_prefetch = max_prefetch
-        self.other_bytes = other_bytes
+        self.placement = placement
         self.state_bytes: Callable[[Chunk], int] = adam_state_bytes
-        self.tracer = Tracer()
+        self.tracer: Tracer | None = None
         self._cursor: Cursor | None = None
         self._protected: frozenset[int] = frozenset()
         self._last_use = [0] * len(self.chunks)
@@ -284,7 +246,7 @@ class ChunkManager:
         self._gather_budget_at: dict[int, int] = {}
         self._gathered: dict[int, Chunk] = {}
         self.on_trace: Callable[[], None] | None = None
-        self.reduction = GradientReduction(self, is_asynchronous=reduces_asynchronously)
+        self.reduction = GradientReduction(self, is_asynchronous=settings.config.enable_async_reduce)
 
     def note_addresses(self, chunks: Iterable[Chunk]) -> None:
         """Register the addresses of the gathered chunks among these."""
@@ -297,17 +259,27 @@ class ChunkManager:
         self.chunks += chunks
         self._last_use += [0] * len(chunks)
         self.note_addresses(chunks)
-        self.trace = self._cursor = self._sizes = None
+        self._cursor = self._sizes = None
         self._gather_budget_at.clear()
         self.reduction.add(chunks)
+
+    @property
+    def trace(self) -> Trace | None:
+        """Trace of an iteration, or None before the first."""
+        return None if self._cursor is None else self._cursor.trace
 
     # Placement.
 
     def needed_tier(self) -> Tier:
         """Return the offload tier, created on first use."""
         if self.tier is None:
-            self.tier = self._make_tier()
+            self.tier = self._settings.new_tier()
         return self.tier
+
+    def disk_of_states(self, index: int) -> Tier | None:
+        """Return the tier of a chunk's optimizer states if that is a disk."""
+        is_on_disk = self.tier is not None and self.tier.name == "disk" and index in self.locations.states
+        return self.tier if is_on_disk else None
 
     def sizes(self) -> list[ChunkBytes]:
         """Return the sizes of all chunks as of the last `choose_locations` call."""
@@ -333,10 +305,10 @@ class ChunkManager:
         self._gather_budget_at.clear()
         failure: ConfigError | None = None
         try:
-            found = self._placement.locations(self.sizes(), self.trace)
+            found = self.placement.locations(self.sizes(), self.trace)
         except ConfigError as error:  # raised by all ranks below
             failure = error
-        raise_on_all_ranks(failure, self._control_group)
+        raise_on_all_ranks(failure, self._settings.control_group or self._settings.data_parallel_group)
         return found
 
     @property
@@ -347,18 +319,14 @@ class ChunkManager:
     # Iterations.
 
     def begin_forward(self, *, trains: bool) -> None:
-        """Start a forward of the outermost module. Collective.
-
-        Args:
-            trains: If True, a backward follows.
-        """
+        """Start a forward of the outermost module, which a backward follows if it `trains`. Collective."""
         if not self.is_whole:
             self._begin_pass(PassKind.FORWARD, trains)
         self._current = ()
-        if self.trace is None:
-            if trains and not self.tracer.is_recording:
-                self.tracer.begin()
-        elif not self._awaits_backward and self._cursor is not None:
+        if self._cursor is None:
+            if trains and self.tracer is None:
+                self.tracer = Tracer()
+        elif not self._awaits_backward:
             self._cursor.restart()
         self._awaits_backward = trains
 
@@ -375,9 +343,7 @@ class ChunkManager:
             return
         begins, is_unanimous = self._replay.digest((phase, trains)), False
         if begins:
-            requests = self.negotiation.exchange(
-                RankRequest(phase=phase, begins=begins, num_ready=self.reduction.num_ready)
-            )
+            requests = self.negotiation.exchange(self._request(begins=begins))
             self._run(AgreedCollectives.of(requests))
             is_unanimous = all(request.begins == begins for request in requests)
         self._replay.begin((phase, trains), replays=is_unanimous)
@@ -399,18 +365,16 @@ class ChunkManager:
         self.close()
         self.reduction.finish_backward()
         self.release_all()
-        if self.tracer.is_recording:
-            self.trace = self.tracer.finish()
+        if self.tracer is not None:
+            self._cursor, self.tracer = Cursor(self.tracer.trace()), None
             self._gather_budget_at.clear()
-            self._cursor = Cursor(self.trace)
             if self.on_trace is not None:
                 self.on_trace()
         self.restart()
 
     def restart(self) -> None:
         """Return to the start of an iteration; the trace of a failed pass is dropped."""
-        if self.tracer.is_recording:
-            self.tracer = Tracer()
+        self.tracer = None
         self._abort_pass()
         self.phase = PassKind.FORWARD
         self._current = ()
@@ -422,15 +386,9 @@ class ChunkManager:
         """Negotiate until every rank has finished its pass. Collective."""
         self._replay.replay_rest()
         while True:
-            requests = self.negotiation.exchange(
-                RankRequest(
-                    phase=self.phase,
-                    num_ready=self.reduction.num_ready,
-                    is_done=True,
-                    has_late_grads=self.reduction.has_late_grads,
-                    repeats=self._replay.repeats,
-                )
-            )
+            has_late_grads, repeats = self.reduction.has_late_grads, self._replay.repeats
+            request = self._request(is_done=True, has_late_grads=has_late_grads, repeats=repeats)
+            requests = self.negotiation.exchange(request)
             agreed = AgreedCollectives.of(requests)
             self._run(agreed)
             if all(request.is_done for request in requests):
@@ -455,7 +413,10 @@ class ChunkManager:
     # Weights.
 
     def need(self, params: Sequence[ChunkParam]) -> None:
-        """Gather the weights of some parameters. Collective unless all are gathered (Note [Collective order])."""
+        """Gather the weights of some parameters, and upcoming ones if the memory budget allows.
+
+        Collective unless nothing is to be gathered (Note [Collective order]).
+        """
         chunks = {param.chunk.index: param.chunk for param in params}
         self._note_use(tuple(chunks))
         for chunk in chunks.values():
@@ -470,22 +431,21 @@ class ChunkManager:
                     if self.chunks[index].is_gathering:
                         self.chunks[index].finish_gather()
                 missing = _missing(params)
-            self._prefetch()
+            self._prefetch(chunks.values())
         finally:
             self._protected = before
 
     def negotiate(self, gather_requests: Sequence[int]) -> None:
         """Negotiate with the other ranks and run the resulting collectives. Collective (Note [Collective order])."""
-        request = RankRequest(
-            phase=self.phase,
-            gather_requests=tuple(gather_requests[: self.negotiation.max_gather_requests]),
-            num_ready=self.reduction.num_ready,
-        )
+        request = self._request(gather_requests=tuple(gather_requests[: self.negotiation.max_gather_requests]))
         agreed = self._replay.replay(request)
         if agreed is None:
             agreed = AgreedCollectives.of(self.negotiation.exchange(request))
             self._replay.record(request, agreed)
         self._run(agreed, request.gather_requests)
+
+    def _request(self, **fields: Any) -> RankRequest:
+        return RankRequest(phase=self.phase, num_ready=self.reduction.num_ready, **fields)
 
     def _run(self, agreed: AgreedCollectives, own_requests: Sequence[int] = ()) -> None:
         """Run agreed collectives, of which this rank has requested some gathers."""
@@ -500,9 +460,7 @@ class ChunkManager:
             chunk.start_gather(None, self.take_buffer)
             chunk.finish_gather()
             return
-        unused = chunk.start_gather(self.take_buffer(chunk.layout.num_bytes), self.take_buffer)
-        if unused is not None:
-            self.pool.release(unused)
+        self.pool.release(chunk.start_gather(self.take_buffer(chunk.layout.num_bytes), self.take_buffer))
         self.note_addresses((chunk,))
         self._gathered[chunk.index] = chunk
         if not is_own_wish:
@@ -510,16 +468,23 @@ class ChunkManager:
             if chunk.can_be_released:
                 self.release(chunk)
 
-    def _prefetch(self) -> None:
-        """Prefetch upcoming chunks if the memory budget allows."""
+    def _prefetch(self, needed: Collection[Chunk]) -> None:
+        """Prefetch upcoming chunks if the memory budget allows; a reduction that starts then leaves needed weights."""
         ahead = self._ahead(skip=())
-        if ahead:
+        if not ahead:
+            return
+        for chunk in needed:
+            chunk.pin(())
+        try:
             self.negotiate(ahead)
+        finally:
+            for chunk in needed:
+                chunk.unpin(())
 
     def _ahead(self, skip: Sequence[int]) -> list[int]:
-        if self._is_aside or self.is_whole or self._max_prefetch == 0 or self.trace is None or self._cursor is None:
+        if self._is_aside or self.is_whole or self.placement.max_prefetch == 0 or self._cursor is None:
             return []
-        upcoming = self.trace.upcoming(self._cursor.now + 1, self._max_prefetch, ())
+        upcoming = self._cursor.trace.upcoming(self._cursor.now + 1, self.placement.max_prefetch)
         found: list[int] = []
         unneeded = self._releasable(only_unneeded=True)
         taken = self.pool.bytes_in_use - sum(chunk.layout.num_bytes for chunk in unneeded)
@@ -536,10 +501,8 @@ class ChunkManager:
 
     def release(self, chunk: Chunk) -> None:
         """Release the gathered weights of a chunk."""
-        buffer = chunk.release()
+        self.pool.release(chunk.release())
         self._gathered.pop(chunk.index, None)
-        if buffer is not None:
-            self.pool.release(buffer)
 
     # Memory budget.
 
@@ -555,7 +518,7 @@ class ChunkManager:
     def _gather_budget(self) -> int:
         now = 0 if self._cursor is None else self._cursor.now
         if now not in self._gather_budget_at:
-            self._gather_budget_at[now] = self._placement.gather_budget(self.sizes(), self.locations, self.trace, now)
+            self._gather_budget_at[now] = self.placement.gather_budget(self.sizes(), self.locations, self.trace, now)
         return self._gather_budget_at[now]
 
     def _evict(self, num_bytes: int, budget: int, *, only_unneeded: bool) -> None:
@@ -573,26 +536,22 @@ class ChunkManager:
         """Chunks that may be released, or only those without another use in this iteration, according to the trace."""
         gathered = self._gathered.values()
         found = [chunk for chunk in gathered if chunk.can_be_released and chunk.index not in self._protected]
-        if not only_unneeded:
-            return found
-        if self.trace is None or self._cursor is None:
-            return []
-        end = len(self.trace.events)
-        uses = ((chunk, self._next_use(chunk.index)) for chunk in found)
-        return [chunk for chunk, next_use in uses if next_use is None or next_use >= end]
+        if only_unneeded:
+            return [chunk for chunk in found if self._cursor is not None and not self.is_needed_again(chunk)]
+        return found
 
     def _next_use(self, index: int) -> int | None:
-        if self.trace is not None and self._cursor is not None:
-            return self.trace.next_use(index, self._cursor.now + 1)
+        if self._cursor is not None:
+            return self._cursor.trace.next_use(index, self._cursor.now + 1)
         # Without a trace, backward visits chunks in reverse, so the least recently used one is needed last.
         return self._clock - self._last_use[index]
 
     def is_needed_again(self, chunk: Chunk) -> bool:
         """Whether this iteration uses a chunk's weights again, according to the trace."""
-        if self.trace is None or self._cursor is None:
+        if self._cursor is None:
             return any(param.num_saved > 0 for param in chunk.params)
-        next_use = self.trace.next_use(chunk.index, self._cursor.now + 1)
-        return next_use is not None and next_use < len(self.trace.events)
+        next_use = self._next_use(chunk.index)
+        return next_use is not None and next_use < len(self._cursor.trace.events)
 
     # Events.
 
@@ -601,22 +560,6 @@ class ChunkManager:
         chunk = self._chunk_at.get(address)
         is_there = chunk is not None and chunk.gathered is not None and chunk.gathered.data_ptr() == address
         return chunk if is_there else None
-
-    def need_in_backward(self, param: ChunkParam) -> None:
-        """Gather the weights that the backward of an operator reads, or record the use of gathered ones, and prefetch.
-
-        Collective unless nothing is to be gathered (Note [Collective order]).
-        """
-        chunk = param.chunk
-        if not chunk.is_gathered or param.is_overwritten:
-            self.need((param,))
-            return
-        self._note_use((chunk.index,))
-        chunk.pin(())  # protects it from eviction by prefetched chunks
-        try:
-            self._prefetch()
-        finally:
-            chunk.unpin(())
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -636,22 +579,18 @@ class ChunkManager:
         for index in indices:
             self._last_use[index] = self._clock
         is_backward = self.phase is PassKind.BACKWARD
-        if self.tracer.is_recording:
-            self.tracer.record_use(indices, is_backward, self.bytes_in_memory)
+        if self.tracer is not None:
+            self.tracer.record_use(indices, is_backward)
         elif self._cursor is not None:
             self._cursor.advance(indices, is_backward)
 
-    def note_other_bytes(self) -> None:
-        """Record the non-chunk memory in the trace."""
-        if self.tracer.is_recording:
-            self.tracer.record_other_bytes(self.other_bytes())
-
-
-def adam_state_bytes(chunk: Chunk) -> int:
-    """Estimate the bytes of Adam states and master weights of a chunk on this rank."""
-    if not chunk.layout.trains:
-        return 0
-    return chunk.layout.shard_numel * (8 if chunk.layout.dtype.itemsize == 4 else 12)
+    def note_other_bytes(self, saved_bytes: int) -> None:
+        """Record the non-chunk bytes in the compute tier; without a counter of them, those saved by autograd."""
+        if self.tracer is not None:
+            has_counter = self._settings.device.type != "cpu" and not is_fake_world()
+            self.tracer.record_other_bytes(
+                max(0, memory_allocated() - self.bytes_in_memory) if has_counter else saved_bytes
+            )
 
 
 def _missing(params: Iterable[ChunkParam]) -> list[int]:

@@ -5,95 +5,108 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from booster.comm import sum_dtype
+from booster.comm import is_fake_world, sum_dtype
 from booster.device import current_device, free_memory
 from booster.errors import ConfigError
-from booster.plugins.sharding.config import DTYPES, ShardedConfig, ShardGroups
+from booster.plugins.base import PluginConfig
+from booster.plugins.sharding.config import ShardedConfig, ShardGroups
 from booster.validation import check_flag, check_replicas, is_count, is_non_nan_number
 
 from .chunk_layout import ChunkLayout
-from .placement import Placement, make_placement
-from .tiers import Tier
+from .nvme_tier import DiskTier
+from .placement import AutoPlacement, ConstPlacement, Placement, StaticPlacement
+from .tiers import HostTier, Tier
 
 _MEBI = 2**20
+# Arguments of a single policy.
+_POLICY_OF = {
+    "shard_param_frac": "static",
+    "offload_optim_frac": "static",
+    "offload_param_frac": "static",
+    "warmup_non_model_data_ratio": "auto",
+    "steady_cuda_cap_ratio": "auto",
+    "gpu_margin_mem_ratio": "auto",
+}
 _FLAGS = ("enable_gradient_accumulation", "pin_memory", "force_outputs_fp32", "enable_async_reduce")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkSettings:
-    """Chunk sizes in elements.
+class PlacementConfig(PluginConfig):
+    """Options of `GeminiPlugin` that determine the placement of chunks, with its defaults."""
 
-    Attributes:
-        numel: Fixed chunk size; None for a search.
-        min_numel: Smallest candidate.
-        search_range_numel: Difference between the largest and the smallest size.
-        step_numel: Difference between candidates; None for the model's hidden dimension.
-    """
+    per_rank = frozenset({"device_memory_budget"})
 
-    numel: int | None
-    min_numel: int
-    search_range_numel: int
-    step_numel: int | None
+    placement_policy: str = "static"
+    shard_param_frac: float = 1.0
+    offload_optim_frac: float = 0.0
+    offload_param_frac: float = 0.0
+    warmup_non_model_data_ratio: float = 0.8
+    steady_cuda_cap_ratio: float = 0.9
+    gpu_margin_mem_ratio: float = 0.0
+    strict_ddp_mode: bool = False
+    max_prefetch: int
+    device_memory_budget: int | None = None
 
+    def check(self, world_size: int) -> None:
+        self.make(current_device())
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlacementConfig:
-    """Options of `GeminiPlugin` that determine the placement of chunks."""
-
-    placement_policy: str
-    shard_param_frac: float
-    offload_optim_frac: float
-    offload_param_frac: float
-    warmup_non_model_data_ratio: float
-    steady_cuda_cap_ratio: float
-    gpu_margin_mem_ratio: float
-    strict_ddp_mode: bool
-
-    @property
-    def fingerprint(self) -> list[str]:
-        """Return the arguments that must be equal on all ranks."""
-        return [f"{name}={getattr(self, name)!r}" for name in self.__slots__]
-
-    def make(self, *, max_prefetch: int, device_memory_budget: int | None, device: torch.device) -> Placement:
-        """Create the placement policy.
-
-        Args:
-            max_prefetch: Number of chunks gathered ahead.
-            device_memory_budget: Bytes of the compute tier. Optional: "auto" defaults to the free memory of the
-                accelerator, or to this process's share of the host's free memory; others default to no limit.
-            device: Device of the compute tier.
+    def make(self, device: torch.device) -> Placement:
+        """Create the placement policy of a rank whose compute tier is on `device`.
 
         Raises:
-            ConfigError: An argument is invalid, or two arguments contradict each other.
+            ConfigError: The policy is unknown, an argument is invalid or belongs to another policy, or two arguments
+                contradict each other.
         """
+        policy, budget, max_prefetch = self.placement_policy, self.device_memory_budget, self.max_prefetch
         check_flag("strict_ddp_mode", self.strict_ddp_mode)
         if self.strict_ddp_mode:
             self._check_strict()
-        if device_memory_budget is None and self.placement_policy == "auto":
-            device_memory_budget = free_memory(device)
-        placement = make_placement(
-            self.placement_policy,
-            shard_param_frac=0.0 if self.strict_ddp_mode else self.shard_param_frac,
-            offload_optim_frac=self.offload_optim_frac,
-            offload_param_frac=self.offload_param_frac,
-            warmup_non_model_data_ratio=self.warmup_non_model_data_ratio,
-            steady_cuda_cap_ratio=self.steady_cuda_cap_ratio,
-            gpu_margin_mem_ratio=self.gpu_margin_mem_ratio,
-            max_prefetch=max_prefetch,
-            budget=device_memory_budget,
-        )
-        if device_memory_budget is None and self.placement_policy == "const":
+        if policy not in ("static", "cuda", "cpu", "const", "auto"):
             raise ConfigError(
-                "placement_policy='const' keeps model data within device_memory_budget bytes, and none are given: give"
-                " device_memory_budget, or choose 'static' or 'auto'"
+                f"placement_policy={policy!r} is unknown: choose one of 'static', 'cuda', 'cpu', 'const', 'auto'"
             )
-        return placement
+        self._refuse_unused()
+        if policy == "auto":
+            return AutoPlacement(
+                budget=free_memory(device) if budget is None else budget,
+                steady_ratio=self.steady_cuda_cap_ratio,
+                warmup_ratio=self.warmup_non_model_data_ratio,
+                gpu_margin_mem_ratio=self.gpu_margin_mem_ratio,
+                max_prefetch=max_prefetch,
+            )
+        if policy == "const":
+            placement = ConstPlacement(budget=budget, max_prefetch=max_prefetch)
+            if budget is None:
+                raise ConfigError(
+                    "placement_policy='const' keeps model data within device_memory_budget bytes, and none are given:"
+                    " give device_memory_budget, or choose 'static' or 'auto'"
+                )
+            return placement
+        is_cpu = policy == "cpu"
+        return StaticPlacement(
+            shard_param_frac=0.0 if self.strict_ddp_mode else self.shard_param_frac,
+            offload_optim_frac=1.0 if is_cpu else self.offload_optim_frac,
+            offload_param_frac=1.0 if is_cpu else self.offload_param_frac,
+            max_prefetch=max_prefetch,
+            budget=budget,
+        )
+
+    def _refuse_unused(self) -> None:
+        """Refuse non-default values of arguments that belong to another policy."""
+        defaults = {field.name: field.default for field in fields(self)}
+        for name, owner in _POLICY_OF.items():
+            value = getattr(self, name)
+            if owner != self.placement_policy and value != defaults[name]:
+                raise ConfigError(
+                    f"{name}={value!r} is for placement_policy={owner!r}, and has no effect for"
+                    f" {self.placement_policy!r}: leave it out, or choose {owner!r}"
+                )
 
     def _check_strict(self) -> None:
         """Check that all weights can stay unsharded."""
@@ -119,13 +132,12 @@ class GeminiConfig(ShardedConfig):
     """Options of `GeminiPlugin` by their names there, where they are documented."""
 
     # They do not affect collectives.
-    per_rank = frozenset({"device_memory_budget", "offload_dir", "pin_memory", "verbose"})
+    per_rank = frozenset({"offload_dir", "pin_memory", "verbose"})
 
     chunk_config_dict: Mapping[str, Any] | None
     chunk_init_device: torch.device | str | None
     memstats: Any
     enable_gradient_accumulation: bool
-    max_prefetch: int
     pin_memory: bool
     force_outputs_fp32: bool
     search_range_m: float
@@ -134,24 +146,25 @@ class GeminiConfig(ShardedConfig):
     tp_size: int
     extra_dp_size: int
     enable_async_reduce: bool
-    device_memory_budget: int | None
     offload_dir: str | os.PathLike[str] | None
     placement: PlacementConfig
 
     @property
-    def chunks(self) -> ChunkSettings:
-        """Chunk sizes."""
-        config = {} if self.chunk_config_dict is None else self.chunk_config_dict
-        return ChunkSettings(
-            numel=config.get("chunk_size"),
-            min_numel=max(1, int(self.min_chunk_size_m * _MEBI)),
-            search_range_numel=int(self.search_range_m * _MEBI),
-            step_numel=self.hidden_dim,
-        )
+    def chunk_numel(self) -> int | None:
+        """Number of elements of a chunk; None for a search."""
+        return None if self.chunk_config_dict is None else self.chunk_config_dict["chunk_size"]
+
+    @property
+    def min_chunk_numel(self) -> int:
+        """Number of elements of the smallest chunk of the search."""
+        return max(1, int(self.min_chunk_size_m * _MEBI))
+
+    @property
+    def search_range_numel(self) -> int:
+        """Difference between the largest and the smallest chunk of the search."""
+        return int(self.search_range_m * _MEBI)
 
     def check(self, world_size: int) -> None:
-        if not isinstance(self.precision, str) or self.precision not in DTYPES:
-            raise ConfigError(f"precision={self.precision!r} is not known: choose one of {', '.join(DTYPES)}")
         for name in _FLAGS:
             check_flag(name, getattr(self, name))
         self._check_shared()
@@ -162,17 +175,7 @@ class GeminiConfig(ShardedConfig):
             raise ConfigError(
                 f"memstats={self.memstats!r} is not supported: the first step is traced as it runs. Leave it out"
             )
-        self.make_placement(current_device())
-
-    def make_placement(self, device: torch.device) -> Placement:
-        """Create the placement policy of a rank whose compute tier is on `device`.
-
-        Raises:
-            ConfigError: An option is invalid, or two of them contradict each other.
-        """
-        return self.placement.make(
-            max_prefetch=self.max_prefetch, device_memory_budget=self.device_memory_budget, device=device
-        )
+        self.placement.check(world_size)
 
     def _check_places(self) -> None:
         if self.chunk_init_device is not None:
@@ -250,6 +253,15 @@ class GeminiSettings(ShardGroups):
     is_first: bool
     device: torch.device
     order_group: dist.ProcessGroup | None = None
+
+    def new_tier(self) -> Tier:
+        """Return an offload tier: host memory if there is an accelerator, unless a directory is given, else a disk."""
+        directory = self.config.offload_dir
+        if self.device.type != "cpu" and directory is None:
+            return HostTier(self.config.pin_memory)
+        if is_fake_world():
+            return HostTier(False, name="disk")
+        return DiskTier(None if directory is None else os.fspath(directory))
 
     def master_dtype(self, layout: ChunkLayout) -> torch.dtype:
         """Return the dtype of the shard that the optimizer updates; the weights' dtype for a frozen chunk."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import functools
-import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,28 +13,64 @@ from torch import nn
 from booster.comm import (
     all_gather_equal,
     broadcast,
-    is_fake_world,
+    group_size,
+    host_value,
     raise_on_all_ranks,
     start_all_gather,
 )
-from booster.device import memory_allocated
 from booster.errors import CheckpointError, ConfigError, format_list
 from booster.interface import ModelWrapper, TensorSlice
 from booster.kernels.checksum import crc32
 from booster.lazy_init import is_lazy, materialize_tensor
-from booster.logger import log_rank_zero
+from booster.plugins.base import refuse_conversion
 from booster.plugins.sharding.buffer_pool import broadcast_coalesced
-from booster.plugins.sharding.collective_order import OrderNegotiation
 
-from .chunk import Chunk, ChunkParam, ModifiedCheck, finish_transfer
-from .chunk_init import describe_params, fill_chunk, make_chunk, plan_model
-from .chunk_layout import ParamInfo, plan_chunks
+from .chunk import Chunk, ChunkParam, finish_transfer, modified_flags
+from .chunk_init import add_chunks
 from .chunk_manager import ChunkManager
 from .config import GeminiSettings
 from .module_hooks import ModuleHooks
-from .nvme_tier import DiskTier
-from .placement import ChunkLocations, Placement
-from .tiers import HostTier, Tier
+
+
+class ModifiedCheck:
+    """Check for parameters that were modified while they were sharded, by the compute device.
+
+    On an accelerator the host does not wait for the answer: it is read at the first call at which it has arrived, and
+    at the latest `MAX_AGE` calls later.
+    """
+
+    MAX_AGE = 100
+
+    def __init__(self) -> None:
+        self._answer: torch.Tensor | None = None
+        self._event: torch.Event | None = None
+        self._age = 0
+
+    def run(self, chunks: Sequence[Chunk]) -> bool:
+        """Return whether a parameter of a chunk was modified, as far as is known."""
+        if chunks[0].placeholder.device.type == "cpu":
+            return any(host_value(flag, fake=0) for flag in modified_flags(chunks))
+        found = self._read()
+        if self._event is None:
+            flags = modified_flags(chunks)
+            if self._answer is None:
+                self._answer = torch.zeros((), dtype=torch.bool, pin_memory=True)
+            self._answer.copy_(torch.stack(flags).any(), non_blocking=True)
+            self._event = torch.Event(device=flags[0].device)
+            self._event.record()
+            self._age = 0
+        return found
+
+    def _read(self) -> bool:
+        if self._event is None or self._answer is None:
+            return False
+        self._age += 1
+        if not self._event.query():
+            if self._age < self.MAX_AGE:
+                return False
+            self._event.synchronize()
+        self._event = None
+        return bool(host_value(self._answer, fake=0))
 
 
 class GeminiModel(ModelWrapper):
@@ -49,26 +83,13 @@ class GeminiModel(ModelWrapper):
         module: The user's model.
         manager: Manager of the chunks, which hold all parameters.
         settings: Sharding settings.
-        make_chunks: Function that creates chunks of parameters with known values; see `regroup`.
-        is_primary: If True, this rank saves what is equal on all ranks.
-        broadcasts_buffers: If True, broadcast the first rank's buffers before each forward in training.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        manager: ChunkManager,
-        settings: GeminiSettings,
-        make_chunks: Callable[[Mapping[str, nn.Parameter], Mapping[int, torch.Tensor], int], list[Chunk]],
-        *,
-        is_primary: bool,
-        broadcasts_buffers: bool,
-    ) -> None:
-        super().__init__(module, is_primary=is_primary)
+    def __init__(self, module: nn.Module, manager: ChunkManager, settings: GeminiSettings) -> None:
+        super().__init__(module, is_primary=settings.is_first)
         self.manager = manager
         self._settings = settings
-        self._make_chunks = make_chunks
-        self._broadcasts_buffers = broadcasts_buffers
+        self._broadcasts_buffers = settings.config.broadcast_buffers and group_size(settings.data_parallel_group) > 1
         self._modified_check = ModifiedCheck()
         self.hooks = ModuleHooks(module, manager, self._chunk_params())
         module.register_state_dict_pre_hook(_RefuseHidden(manager))
@@ -210,29 +231,21 @@ class GeminiModel(ModelWrapper):
             )
 
     def _require_unmoved(self) -> None:
-        name = self.moved_parameter()
-        if name is not None:
-            raise ConfigError(
-                f"the memory of {name!r} was replaced after boost(), by model.to(), .half(), .data = or the like, which"
-                " does not reach the optimizer and the other ranks: do it before boost(), or change weights inside of"
-                " `with model.gathered():`"
-            )
-
-    def moved_parameter(self) -> str | None:
-        """Return the name of a parameter whose data is not in its chunk, or None."""
-        for chunk in self.manager.chunks:
-            for param in chunk.params:
-                parameter, kept = param.parameter, chunk.gathered if chunk.is_kept_gathered else None
-                if (
-                    kept is not None
-                    and parameter.numel() > 0
-                    and parameter.data_ptr() != param.view_in(kept).data_ptr()
-                ):
-                    return param.name
-                is_hidden = not chunk.is_kept_gathered and chunk.gathered is None and parameter.numel() > 0
-                if is_hidden and parameter.data_ptr() != chunk.placeholder.data_ptr():
-                    return param.name
-        return None
+        """Check that the parameters' data are in their chunks, or sharded."""
+        for param in (param for chunk in self.manager.chunks for param in chunk.params):
+            chunk, parameter = param.chunk, param.parameter
+            if chunk.gathered is None:
+                place = chunk.placeholder
+            elif chunk.is_kept_gathered:
+                place = param.view_in(chunk.gathered)
+            else:  # gathered for their use
+                continue
+            if parameter.numel() > 0 and parameter.data_ptr() != place.data_ptr():
+                raise ConfigError(
+                    f"the memory of {param.name!r} was replaced after boost(), by model.to(), .half(), .data = or the"
+                    " like, which does not reach the optimizer and the other ranks: do it before boost(), or change"
+                    " weights inside of `with model.gathered():`"
+                )
 
     def regroup(self, parameters: list[nn.Parameter]) -> list[Chunk]:
         """Move unfrozen parameters into new chunks and return these. Collective."""
@@ -245,9 +258,8 @@ class GeminiModel(ModelWrapper):
                 values[id(param.parameter)] = param.parameter.detach().clone()
         for param in moved:
             param.chunk.remove(param)
-        names = {param.name: param.parameter for param in moved}
-        chunks = self._make_chunks(names, values, len(self.manager.chunks))
-        self.manager.add(chunks)
+        named = [(param.name, param.parameter) for param in moved]
+        chunks = add_chunks(self.manager, self._settings, named, values)
         self.hooks.watch(self.module, self._chunk_params())
         return chunks
 
@@ -345,13 +357,7 @@ class GeminiModel(ModelWrapper):
         return copied.train(self.training)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> GeminiModel:
-        for parameter in self.module.parameters():
-            probe = fn(torch.zeros((), dtype=parameter.dtype, device=parameter.device))
-            if probe.dtype != parameter.dtype or probe.device != parameter.device:
-                raise ConfigError(
-                    f"the boosted model was to become {probe.dtype} on {probe.device}, by .to(), .half() or the like,"
-                    f" and is {parameter.dtype} on {parameter.device}, where its chunks have it: do it before boost()"
-                )
+        refuse_conversion(self.module, fn, "chunks have it")
         return self
 
     # Interface of CheckpointIO.
@@ -456,119 +462,3 @@ def place_buffers(model: nn.Module, device: torch.device) -> None:
                     placed[id(buffer)] = buffer, real.to(device)
                 module._buffers[name] = placed[id(buffer)][1]  # tied ones stay tied
     broadcast([buffer for _, buffer in model.named_buffers()])
-
-
-class GeminiModelBuilder:
-    """Builder of boosted models.
-
-    Args:
-        settings: Sharding settings.
-        placement: Placement policy.
-        offload_dir: Directory for offloaded shards; optional, see `GeminiPlugin`.
-        pins: If True, offloaded host memory is pinned.
-    """
-
-    def __init__(
-        self,
-        settings: GeminiSettings,
-        placement: Placement,
-        *,
-        offload_dir: str | os.PathLike[str] | None,
-        pins: bool,
-    ) -> None:
-        self._settings = settings
-        self._placement = placement
-        self._offload_dir = None if offload_dir is None else os.fspath(offload_dir)
-        self._pins = pins
-        self._tier: Tier | None = None
-        self._locations = ChunkLocations(weights=frozenset(), states=frozenset(), kept_gathered=frozenset())
-
-    def build(
-        self, model: nn.Module, trained: Collection[int], *, is_primary: bool, broadcasts_buffers: bool, verbose: bool
-    ) -> GeminiModel:
-        """Move a model's parameters into chunks and return the boosted model. Collective.
-
-        Args:
-            model: The user's model.
-            trained: The `id`s of parameters that an optimizer updates.
-            is_primary: If True, this rank saves what is equal on all ranks.
-            broadcasts_buffers: If True, broadcast the first rank's buffers before each forward in training.
-            verbose: If True, log the waste of the chunks.
-        """
-        settings = self._settings
-        named, infos, module_of = describe_params(model, trained, settings.config.dtype)
-        plan = plan_model(infos, module_of, settings, settings.num_shards)
-        if verbose:
-            log_rank_zero(f"GeminiPlugin: {plan.waste.describe()}")
-        chunks = [make_chunk(index, layout, named, settings) for index, layout in enumerate(plan.chunks)]
-        manager = ChunkManager(
-            chunks,
-            negotiation=OrderNegotiation(settings.order_group, 2 + settings.config.max_prefetch),
-            device=settings.device,
-            placement=self._placement,
-            control_group=settings.control_group or settings.data_parallel_group,
-            make_tier=self._make_tier,
-            max_prefetch=settings.config.max_prefetch,
-            reduces_asynchronously=settings.config.enable_async_reduce,
-            other_bytes=lambda: 0,
-        )
-        self._locations = manager.locations = manager.choose_locations()
-        if self._locations.weights or self._locations.states:
-            self._tier = manager.needed_tier()
-        for chunk in chunks:
-            self._fill_chunk(chunk, None)
-        manager.note_addresses(chunks)
-        boosted = GeminiModel(
-            model,
-            manager,
-            settings,
-            self._add_chunks,
-            is_primary=is_primary,
-            broadcasts_buffers=broadcasts_buffers,
-        )
-        manager.other_bytes = functools.partial(self._other_bytes, boosted)
-        return boosted
-
-    def _make_tier(self) -> Tier:
-        if self._settings.device.type != "cpu" and self._offload_dir is None:
-            return HostTier(self._pins)
-        if is_fake_world():
-            return HostTier(False, name="disk")
-        return DiskTier(self._offload_dir)
-
-    def _other_bytes(self, boosted: GeminiModel) -> int:
-        """Return the non-chunk bytes in the compute tier; without a counter of them, those saved by autograd."""
-        if self._settings.device.type == "cpu" or is_fake_world():
-            return boosted.hooks.saved_bytes
-        return max(0, memory_allocated() - boosted.manager.bytes_in_memory)
-
-    def _fill_chunk(self, chunk: Chunk, values: Mapping[int, torch.Tensor] | None) -> None:
-        is_offloaded = chunk.index in self._locations.weights
-        is_alone = self._settings.num_shards == 1 and not is_offloaded
-        fill_chunk(
-            chunk,
-            self._settings,
-            keeps_gathered=chunk.index in self._locations.kept_gathered or is_alone,
-            weights_tier=self._tier if is_offloaded else None,
-            states_tier=self._tier if chunk.index in self._locations.states else None,
-            values=values,
-        )
-
-    def _add_chunks(
-        self, named: Mapping[str, nn.Parameter], values: Mapping[int, torch.Tensor], first_index: int
-    ) -> list[Chunk]:
-        """Return allocated chunks of unfrozen parameters."""
-        members = list(named.items())
-        infos = [ParamInfo(name=name, shape=tuple(one.shape), dtype=one.dtype, trains=True) for name, one in members]
-        largest = max(info.numel for info in infos)
-        plan = plan_chunks(
-            infos,
-            num_shards=self._settings.num_shards,
-            chunk_numel=max(largest, self._settings.config.chunks.numel or self._settings.config.chunks.min_numel),
-        )
-        chunks = [
-            make_chunk(first_index + index, layout, members, self._settings) for index, layout in enumerate(plan.chunks)
-        ]
-        for chunk in chunks:
-            self._fill_chunk(chunk, values)
-        return chunks

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,11 +103,7 @@ class _CountedOther(_SavedOther):
 
 
 class SavedTensors:
-    """Saved-tensor hooks of a model's forward; see Note [Saved weights].
-
-    Args:
-        source: Provider of the chunks.
-    """
+    """Saved-tensor hooks of a model's forward; see Note [Saved weights]."""
 
     def __init__(self, source: ModuleHooks) -> None:
         self._source = source
@@ -157,7 +154,7 @@ class SavedTensors:
 
         Complex, conjugated and negated views are others: they keep the memory that the weights were gathered in.
         """
-        chunk = self._source.chunk_at(storage.data_ptr())
+        chunk = self._source.manager.chunk_at(storage.data_ptr())
         if chunk is None or tensor.dtype != chunk.layout.dtype or tensor.is_conj() or tensor.is_neg():
             return None
         offset = int(tensor.storage_offset())
@@ -202,38 +199,35 @@ class _RunningModule:
 
     Attributes:
         module: Running module, or None for a function that backward recomputes.
-        pinned: Parameters that it uses.
-        shown: The same with version and memory of the weights at first use.
+        pinned: Parameters that it uses, with the version and memory of the weights at first use.
         error: Exception that was being handled at its start.
         packs: If True, it has installed the saved-tensor hooks.
     """
 
     module: nn.Module | None
-    pinned: list[tuple[Chunk, list[ChunkParam]]] = field(default_factory=list)
-    shown: list[tuple[ChunkParam, int, int]] = field(default_factory=list)
+    pinned: list[tuple[ChunkParam, int, int]] = field(default_factory=list)
     error: BaseException | None = None
     packs: bool = False
 
-    def pin(self, chunk: Chunk, params: list[ChunkParam]) -> None:
-        """Pin gathered parameters of a chunk."""
-        chunk.pin(params)
-        self.pinned.append((chunk, params))
-        self.shown += [(one, one.parameter._version, one.parameter.data_ptr()) for one in params]
+    def pin(self, params: Iterable[ChunkParam]) -> None:
+        """Pin gathered parameters."""
+        for param in params:
+            param.chunk.pin((param,))
+            self.pinned.append((param, param.parameter._version, param.parameter.data_ptr()))
 
     def written(self) -> list[str]:
         """Return the names of parameters that were written to since they were pinned."""
         return [
             param.name
-            for param, version, address in self.shown
+            for param, version, address in self.pinned
             if (param.parameter._version, param.parameter.data_ptr()) != (version, address)
         ]
 
     def unpin(self) -> None:
         """Unpin all its parameters."""
-        for chunk, params in self.pinned:
-            chunk.unpin(params)
+        for param, *_ in self.pinned:
+            param.chunk.unpin((param,))
         self.pinned.clear()
-        self.shown.clear()
 
 
 class HookedParameters(dict[str, Any]):
@@ -260,34 +254,18 @@ class HookedParameters(dict[str, Any]):
     def __reduce__(self) -> Any:  # type: ignore[override]
         if self._hooks is not None:
             self._hooks.check_gathered(self.values(), self._module_class)
-        return dict, (dict(self),)  # a copy of the module has a plain dict
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        import copy
-
-        if self._hooks is not None:
-            self._hooks.check_gathered(self.values(), self._module_class)
-        return {name: copy.deepcopy(value, memo) for name, value in self.items()}
+        return dict, (dict(self),)  # a copy of the module, a deep one too, has a plain dict
 
 
 class ModuleHooks:
-    """Hooks of a model.
-
-    Args:
-        model: The user's model.
-        manager: Manager of the chunks.
-        params: Chunk parameter of each parameter by its `id`.
-
-    Attributes:
-        saved_bytes: Bytes saved by autograd, as far as they are counted.
-    """
+    """Hooks of the user's model, given the chunk parameter of each parameter by its `id`."""
 
     def __init__(self, model: nn.Module, manager: ChunkManager, params: dict[int, ChunkParam]) -> None:
-        self._manager = manager
+        self.manager = manager
         self._params: dict[int, ChunkParam] = {}
         self._running: list[_RunningModule] = []
         self._again = _RunningModule(None)
-        self.saved_bytes = 0
+        self._saved_bytes = 0
         self._times_saved: Counter[int] = Counter()
         self._saved = SavedTensors(self)
         self._handles: list[Any] = []
@@ -310,7 +288,7 @@ class ModuleHooks:
             if key in self._gradient_handles:
                 param.has_grad_hook = True
             elif param.parameter.requires_grad and param.chunk.layout.trains:
-                hook = _GradientArrived(self)
+                hook = partial(_on_grad_accumulated, weakref.ref(self))
                 self._gradient_handles[key] = param.parameter.register_post_accumulate_grad_hook(hook)
                 param.has_grad_hook = True
 
@@ -351,11 +329,11 @@ class ModuleHooks:
             running = _RunningModule(module, error=sys.exc_info()[1])
             self._running.append(running)
             if own:
-                self._manager.need(own)
-                self._pin(running, own)
+                self.manager.need(own)
+                running.pin(own)
             running.packs = self._saved.begin()
 
-    def exit(self, module: nn.Module, own: Sequence[ChunkParam], output: Any) -> None:
+    def exit(self, module: nn.Module, output: Any) -> None:
         """Handle the end of a module, also after an exception.
 
         Raises:
@@ -369,7 +347,7 @@ class ModuleHooks:
                     self._saved.end()
                 if self._running:
                     returned = [self._params.get(id(one)) for one in _parameters_in(output)]
-                    self._pin(self._running[-1], [param for param in returned if param is not None])
+                    self._running[-1].pin(param for param in returned if param is not None)
                 written = running.written()
                 running.unpin()
                 if running.module is module:
@@ -380,9 +358,9 @@ class ModuleHooks:
             if self._running or self._is_in_backward:
                 return
             if has_failed:
-                self._manager.restart()
+                self.manager.restart()
             else:
-                self._manager.end_forward(trains=torch.is_grad_enabled())
+                self.manager.end_forward(trains=torch.is_grad_enabled())
 
     @not_compiled
     def note_read(self, parameter: nn.Parameter) -> None:
@@ -393,15 +371,8 @@ class ModuleHooks:
         with unseen_by_modes():
             if not self._running:
                 self._note_backward()
-            self._manager.need((param,))
-            self._pin(self._running[-1] if self._running else self._again, (param,))
-
-    def _pin(self, running: _RunningModule, params: Sequence[ChunkParam]) -> None:
-        by_chunk: dict[int, tuple[Chunk, list[ChunkParam]]] = {}
-        for param in params:
-            by_chunk.setdefault(param.chunk.index, (param.chunk, []))[1].append(param)
-        for chunk, members in by_chunk.values():
-            running.pin(chunk, members)
+            self.manager.need((param,))
+            (self._running[-1] if self._running else self._again).pin((param,))
 
     def _begin_outermost(self) -> None:
         if _is_autograd_running():  # activation checkpointing recomputes a part of the forward
@@ -409,8 +380,8 @@ class ModuleHooks:
             return
         if self._is_in_backward:
             self._abort_backward()
-        self._manager.begin_forward(trains=torch.is_grad_enabled())
-        self._saved.counts = self._manager.tracer.is_recording
+        self.manager.begin_forward(trains=torch.is_grad_enabled())
+        self._saved.counts = self.manager.tracer is not None
 
     # Backward.
 
@@ -429,7 +400,7 @@ class ModuleHooks:
 
     def _begin_backward(self) -> None:
         self._is_in_backward = True
-        self._manager.begin_backward()
+        self.manager.begin_backward()
         for key, handle in self._gradient_handles.items():
             hooks = self._params[key].parameter._post_accumulate_grad_hooks
             hooks[handle.id] = hooks.pop(handle.id)  # behind hooks that the user registered later
@@ -437,14 +408,14 @@ class ModuleHooks:
     def _end_backward(self) -> None:
         self._is_in_backward = False
         self._again.unpin()
-        self._manager.end_backward()
+        self.manager.end_backward()
 
     def _abort_backward(self) -> None:
         """Handle a failed backward; for a plain loss.backward(), this runs at the start of the next pass."""
         self._is_in_backward = False
         self._again.unpin()
-        self._manager.restart()
-        self._manager.reduction.abort()
+        self.manager.restart()
+        self.manager.reduction.abort()
 
     def _note_backward(self) -> None:
         """Start a backward that was not called through `backward`, such as a plain loss.backward()."""
@@ -459,13 +430,9 @@ class ModuleHooks:
             return
         self._note_backward()
         self._again.unpin()
-        self._manager.reduction.on_grad_ready(param)
+        self.manager.reduction.on_grad_ready(param)
 
     # Called by `SavedTensors`.
-
-    def chunk_at(self, address: int) -> Chunk | None:
-        """Return the chunk whose gathered buffer starts at a memory address, or None."""
-        return self._manager.chunk_at(address)
 
     def gather_for_backward(self, param: ChunkParam) -> torch.Tensor:
         """Gather the weights of a parameter and return the chunk's gathered buffer."""
@@ -473,7 +440,7 @@ class ModuleHooks:
             if not self._running:  # else it is for an autograd.grad() inside of a forward
                 self._note_backward()
                 self._again.unpin()
-            self._manager.need_in_backward(param)
+            self.manager.need((param,))
         assert param.chunk.gathered is not None
         return param.chunk.gathered
 
@@ -481,15 +448,15 @@ class ModuleHooks:
         """Count memory saved by autograd; memory saved several times counts once."""
         self._times_saved[address] += 1
         if self._times_saved[address] == 1:
-            self.saved_bytes += num_bytes
-            self._manager.note_other_bytes()
+            self._saved_bytes += num_bytes
+            self.manager.note_other_bytes(self._saved_bytes)
 
     def note_released(self, address: int, num_bytes: int) -> None:
         """Count memory released by autograd."""
         self._times_saved[address] -= 1
         if self._times_saved[address] == 0:
             del self._times_saved[address]
-            self.saved_bytes -= num_bytes
+            self._saved_bytes -= num_bytes
 
 
 class _ForwardHook:
@@ -516,20 +483,15 @@ class _AfterForward(_ForwardHook):
     @not_compiled
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._hooks is not None:
-            self._hooks.exit(module, self._own, output)
+            self._hooks.exit(module, output)
 
 
-class _GradientArrived:
-    """Gradient hook without a reference to the parameter: Python can't collect a cycle through a tensor's hooks."""
-
-    def __init__(self, hooks: ModuleHooks) -> None:
-        self._hooks = weakref.ref(hooks)
-
-    @not_compiled
-    def __call__(self, parameter: torch.Tensor) -> None:
-        hooks = self._hooks()
-        if hooks is not None:
-            hooks.on_grad_ready(parameter)
+@not_compiled
+def _on_grad_accumulated(hooks: weakref.ref[ModuleHooks], parameter: torch.Tensor) -> None:
+    """Handle a gradient, without a reference from it: Python can't collect a cycle through a tensor's hooks."""
+    alive = hooks()
+    if alive is not None:
+        alive.on_grad_ready(parameter)
 
 
 def _is_autograd_running() -> bool:

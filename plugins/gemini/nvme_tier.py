@@ -9,7 +9,7 @@ import shutil
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Literal
@@ -32,6 +32,7 @@ from .tiers import Direction, TierBlock, Transfer, bytes_of
 #
 # Direct I/O moves full pages. The tail of a tensor goes through a bounce buffer, and so do small unaligned tensors.
 _BOUNCE_BUFFER_BYTES = 64 << 10
+
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -116,30 +117,30 @@ class BlockFile:
 
     def read(self, data: Tensor, offset: int) -> DiskTransfer:
         """Start a read at an offset into `data`."""
-        with self._open():
-            num_direct = self._choose_way(data)
-            if self._is_cached_way:
-                return self._started([self._queue.read(self._cached, data, offset)])
-            tickets = [self._queue.read(self._direct, data[:num_direct], offset)] if num_direct else []
-            end, page = data[num_direct:], None
-            if end.numel():
-                page = aligned_buffer(whole_pages(end.numel()))
-                tickets.append(self._queue.read(self._direct, page, offset + num_direct))
-            return self._started(tickets, None if page is None else (end, page))
+        return self._start(self._queue.read, data, offset, reads=True)
 
     def write(self, data: Tensor, offset: int) -> DiskTransfer:
         """Start a write of `data` at an offset."""
+        return self._start(self._queue.write, data, offset, reads=False)
+
+    def _start(
+        self, request: Callable[[int, Tensor, int], IOTicket], data: Tensor, offset: int, *, reads: bool
+    ) -> DiskTransfer:
         with self._open():
             num_direct = self._choose_way(data)
             if self._is_cached_way:
-                return self._started([self._queue.write(self._cached, data, offset)])
-            tickets = [self._queue.write(self._direct, data[:num_direct], offset)] if num_direct else []
-            end = data[num_direct:]
-            if end.numel():
-                page = aligned_buffer(whole_pages(end.numel()))
-                page[: end.numel()].copy_(end)
-                tickets.append(self._queue.write(self._direct, page, offset + num_direct))
-            return self._started(tickets)
+                transfer = DiskTransfer([request(self._cached, data, offset)])
+            else:
+                tickets = [request(self._direct, data[:num_direct], offset)] if num_direct else []
+                end, page = data[num_direct:], None
+                if end.numel():
+                    page = aligned_buffer(whole_pages(end.numel()))
+                    if not reads:
+                        page[: end.numel()].copy_(end)
+                    tickets.append(request(self._direct, page, offset + num_direct))
+                transfer = DiskTransfer(tickets, end=(end, page) if reads and page is not None else None)
+            self._in_flight.append(transfer)
+            return transfer
 
     def map(self, offset: int, num_bytes: int) -> mmap.mmap:
         """Return a shared mapping of the file from `offset`, rounded down to the allocation granularity."""
@@ -191,11 +192,6 @@ class BlockFile:
             self._in_flight.popleft()
         self._is_cached_way = is_cached
 
-    def _started(self, tickets: Sequence[IOTicket], end: tuple[Tensor, Tensor] | None = None) -> DiskTransfer:
-        transfer = DiskTransfer(tickets, end=end)
-        self._in_flight.append(transfer)
-        return transfer
-
     def _grow(self, num_bytes: int) -> None:
         if num_bytes == 0:
             return
@@ -234,18 +230,17 @@ class DiskTier:
     Args:
         directory: Parent directory of the file, created if missing; optional, defaults to the system's directory for
             temporary files.
-        num_threads: Number of concurrent reads and writes.
 
     Raises:
-        ConfigError: The file can't be created, or `num_threads` is less than 1.
+        ConfigError: The file can't be created.
     """
 
     name: Literal["disk"] = "disk"
     has_streams = False
 
-    def __init__(self, directory: str | None, num_threads: int = 4) -> None:
+    def __init__(self, directory: str | None) -> None:
         self.bytes_held = 0
-        queue = DiskQueue(num_threads)
+        queue = DiskQueue()
         try:
             if directory is not None:
                 os.makedirs(directory, exist_ok=True)

@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 from booster.comm import all_reduce_sum, any_rank, collective_device, group_size
 from booster.core.shard_aware import shard_state, update_master
 from booster.errors import ConfigError
-from booster.interface import LossScaler, Shard, Shards, TensorSlice, TensorSpec
-from booster.plugins.sharding.optimizer import ShardedOptimizer, ShardedOptimizerState
+from booster.interface import Shard, Shards, TensorSlice, TensorSpec
+from booster.plugins.sharding.optimizer import ShardedOptimizer
+from booster.plugins.sharding.optimizer_state import ShardedOptimizerState
 from booster.plugins.sharding.step_in_parts import step_in_parts
 
 from .chunk import Chunk, ChunkParam
@@ -23,27 +24,17 @@ from .shard_update import ChunkUpdate, is_elementwise_state, migrate_master
 
 
 class GeminiOptimizerState(ShardedOptimizerState):
-    """Checkpoint view of an optimizer with states that may be offloaded to disk, where they are read and written.
-
-    Args:
-        optimizer: Optimizer to save or load.
-    """
+    """Checkpoint view of an optimizer with states that may be offloaded to disk, where they are read and written."""
 
     optimizer: GeminiOptimizer
 
     def _new_state_tensor(self, parameter: nn.Parameter, key: str, spec: TensorSpec) -> torch.Tensor:
-        own = self._own_spec(parameter, key, spec)
-        if not own.shape or own.shape != tuple(parameter.shape):
-            return super()._new_state_tensor(parameter, key, spec)
-        is_converted = own.dtype.is_floating_point and parameter.is_floating_point()  # as in memory
-        dtype = parameter.dtype if is_converted else own.dtype
-        if self._allocator is not None:
-            allocated = super()._new_state_tensor(parameter, key, spec)
-            if self._allocator.may_fail_locally:  # the allocator uses a separate disk
-                return allocated
-            dtype = allocated.dtype
-        state = self.optimizer.new_state(parameter, key, dtype)
-        return super()._new_state_tensor(parameter, key, spec) if state is None else state
+        memory = super()._new_state_tensor(parameter, key, spec)
+        has_own_disk = self._allocator is not None and self._allocator.may_fail_locally
+        if has_own_disk or not is_elementwise_state(memory, parameter):
+            return memory
+        state = self.optimizer.new_state(parameter, key, memory.dtype)
+        return memory if state is None else state
 
 
 # Note [Steps by chunk]
@@ -59,32 +50,19 @@ class GeminiOptimizer(ShardedOptimizer):
         optim: The user's optimizer, elementwise or `ShardAware`.
         model: The boosted model, with its chunks.
         settings: Sharding settings.
-        loss_scaler: Loss scaler for fp16; optional, defaults to no scaling.
-        is_primary: If True, this rank saves what is equal on all ranks.
-        updates_on_host: If True, all optimizer states are in host memory beside an accelerator, on all ranks.
     """
 
     model: GeminiModel
 
-    def __init__(
-        self,
-        optim: Optimizer,
-        model: GeminiModel,
-        settings: GeminiSettings,
-        *,
-        loss_scaler: LossScaler | None = None,
-        is_primary: bool = True,
-        updates_on_host: bool = False,
-    ) -> None:
+    def __init__(self, optim: Optimizer, model: GeminiModel, settings: GeminiSettings) -> None:
         super().__init__(
             optim,
             model,
-            data_parallel_group=settings.data_parallel_group,
-            shard_group=settings.shard_group,
-            updates_on_host=updates_on_host,
+            settings,
+            updates_on_host=model.manager.placement.offloads_all_states,
             clip=settings.config.clip,
-            loss_scaler=loss_scaler,
-            is_primary=is_primary,
+            loss_scaler=settings.config.new_loss_scaler(),
+            is_primary=settings.is_first,
         )
         self._settings = settings
         self._manager = model.manager
@@ -109,9 +87,9 @@ class GeminiOptimizer(ShardedOptimizer):
             update = ChunkUpdate(chunk, group_of, is_primary=self._settings.is_primary)
             self._updates[chunk.index] = update
             self._replace_in_groups(update)
-            tier = self._manager.tier
-            if tier is not None and tier.name == "disk" and chunk.index in self._manager.locations.states:
-                update.offload_states(self.optim, tier)
+            disk = self._manager.disk_of_states(chunk.index)
+            if disk is not None:
+                update.offload_states(self.optim, disk)
         self._note_shards()
 
     def _note_shards(self) -> None:
@@ -122,21 +100,18 @@ class GeminiOptimizer(ShardedOptimizer):
         self._use_shards(Shards(shards, list(shapes), self._settings.shard_group, shapes=shapes))
 
     def _replace_in_groups(self, update: ChunkUpdate) -> None:
-        owned: dict[int, list[nn.Parameter]] = {}
+        shards_of: dict[int, list[Shard]] = {id(param.parameter): [] for param in update.chunk.params}
         for one in update.owned:
-            owned.setdefault(id(one.param.parameter), []).append(one.shard.parameter)
+            shards_of[id(one.param.parameter)].append(one.shard)
         for param in update.chunk.params:
-            shard_state(self.optim, param.parameter, [o.shard for o in update.owned if o.param is param])
-        whole = {id(param.parameter) for param in update.chunk.params}
+            shard_state(self.optim, param.parameter, shards_of[id(param.parameter)])
         for group in self.param_groups:
             members = group["params"]
-            found = [one for one in members if id(one) in whole]
-            if found:
-                shards = [shard for one in found for shard in owned.get(id(one), ())]
-                members[:] = [one for one in members if id(one) not in whole] + shards
+            shards = [shard.parameter for one in members for shard in shards_of.get(id(one), ())]
+            members[:] = [one for one in members if id(one) not in shards_of] + shards
         self._model_param_of |= {id(one.shard.parameter): one.shard.model_param for one in update.owned}
         # Also for parameters without elements on this rank, which are not new either.
-        self._model_param_of |= {key: param.parameter for param in update.chunk.params for key in [id(param.parameter)]}
+        self._model_param_of |= {id(param.parameter): param.parameter for param in update.chunk.params}
 
     def _migrate_chunks(self) -> None:
         """Move all shards to the locations of the placement policy. Collective over the shard group."""
@@ -157,8 +132,9 @@ class GeminiOptimizer(ShardedOptimizer):
                 update = self._replace_shards(update)
             else:
                 update.point()
-            if states_tier is not None and states_tier.name == "disk":
-                update.offload_states(self.optim, states_tier)
+            disk = manager.disk_of_states(chunk.index)
+            if disk is not None:
+                update.offload_states(self.optim, disk)
             else:
                 update.fetch_states(self.optim)
         manager.note_addresses(manager.chunks)
@@ -270,33 +246,26 @@ class GeminiOptimizer(ShardedOptimizer):
     def _fetch_weights(self) -> None:
         self._wait_for_copies()
 
-    def _update_parameters(self) -> None:
-        self._is_stepping = True
-        try:
-            self._run_on_all_ranks(self._step_chunks)
-        finally:
-            self._is_stepping = False
-        if self._accumulation.num_backwards == 0:
-            return
+    def _finish_step(self) -> None:
         self.model.weights_changed()
         if not self._has_stepped:  # the states exist now, and their size is known
             self._has_stepped = True
             self._migrate_chunks()
 
-    def _step_chunks(self) -> None:
-        tier = self._manager.tier
-        on_disk = self._manager.locations.states if tier is not None and tier.name == "disk" else frozenset()
-        together = [update for index, update in self._updates.items() if index not in on_disk]
-        calls = [together] if together or not on_disk else []
-        calls += [[update] for index, update in self._updates.items() if index in on_disk]
+    def _step_shards(self) -> None:
+        disk_of = {index: self._manager.disk_of_states(index) for index in self._updates}
+        together = [update for index, update in self._updates.items() if disk_of[index] is None]
+        alone = [[update] for index, update in self._updates.items() if disk_of[index] is not None]
+        calls = [together, *alone] if together or not alone else alone
 
         def step(number: int) -> None:
-            members = calls[number]
-            self._step_some(members)
-            if tier is not None and members and members[0].chunk.index in on_disk:
-                for one in members[0].owned:
-                    one.shard.parameter.grad = None  # it is done, should the disk fail now
-                members[0].offload_states(self.optim, tier)
+            self._step_some(calls[number])
+            for update in calls[number]:
+                disk = disk_of[update.chunk.index]
+                if disk is not None:
+                    for one in update.owned:
+                        one.shard.parameter.grad = None  # it is done, should the disk fail now
+                    update.offload_states(self.optim, disk)
 
         parts = [[one.shard.parameter for update in members for one in update.owned] for members in calls]
         step_in_parts(self.optim, parts, step)
@@ -358,15 +327,9 @@ class GeminiOptimizer(ShardedOptimizer):
 
     def new_state(self, parameter: nn.Parameter, key: str, dtype: torch.dtype) -> torch.Tensor | None:
         """Allocate disk space for a shard's state, or return None if the state belongs in memory."""
-        tier, update = self._manager.tier, self._update_of.get(id(parameter))
-        if (
-            tier is None
-            or tier.name != "disk"
-            or update is None
-            or update.chunk.index not in self._manager.locations.states
-        ):
-            return None
-        return update.new_state(parameter, key, dtype, tier)
+        update = self._update_of.get(id(parameter))
+        disk = None if update is None else self._manager.disk_of_states(update.chunk.index)
+        return None if update is None or disk is None else update.new_state(parameter, key, dtype, disk)
 
     def local_gradients(self) -> dict[str, torch.Tensor]:
         found = {param.name: param.chunk.local_gradient(param) for param in self._trained_params()}

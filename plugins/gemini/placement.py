@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 from booster.errors import ConfigError
 from booster.validation import is_count, is_non_nan_number
@@ -62,15 +63,11 @@ class ChunkLocations:
     kept_gathered: frozenset[int] = frozenset()
 
 
-def resident_shard_bytes(sizes: Sequence[ChunkBytes], locations: ChunkLocations) -> int:
-    """Return the bytes of shards in the compute tier."""
-    weights = sum(size.weights + size.gradients for chunk, size in enumerate(sizes) if chunk not in locations.weights)
-    return weights + sum(size.states for chunk, size in enumerate(sizes) if chunk not in locations.states)
-
-
 def resident_bytes(sizes: Sequence[ChunkBytes], locations: ChunkLocations) -> int:
     """Return the bytes of model data that are always in the compute tier: shards and chunks kept gathered."""
-    return resident_shard_bytes(sizes, locations) + sum(sizes[chunk].gathered for chunk in locations.kept_gathered)
+    weights = sum(size.weights + size.gradients for chunk, size in enumerate(sizes) if chunk not in locations.weights)
+    states = sum(size.states for chunk, size in enumerate(sizes) if chunk not in locations.states)
+    return weights + states + sum(sizes[chunk].gathered for chunk in locations.kept_gathered)
 
 
 def all_gathered_bytes(sizes: Sequence[ChunkBytes]) -> int:
@@ -84,12 +81,9 @@ def largest_gathered(sizes: Sequence[ChunkBytes], kept: Set[int]) -> int:
 
 
 def min_gather_bytes(sizes: Sequence[ChunkBytes], kept: Set[int], event: TraceEvent | None) -> int:
-    """Return the minimum bytes of gathered weights and gradient buffers that a rank needs to compute.
+    """Return the minimum bytes of gathered weights and gradient buffers that a rank needs to compute at an event.
 
-    Args:
-        sizes: Sizes of the chunks, by index.
-        kept: Chunks that stay gathered; only their gradient buffers count.
-        event: Event of the trace; None for the maximum over all events.
+    None for the maximum over all events. Of kept chunks, which stay gathered, only the gradient buffers count.
     """
     least = largest_gathered(sizes, kept) + max((size.gathered for size in sizes if size.trains), default=0)
     if event is None:
@@ -103,13 +97,9 @@ def min_gather_bytes(sizes: Sequence[ChunkBytes], kept: Set[int], event: TraceEv
 def min_budget_bytes(
     sizes: Sequence[ChunkBytes], kept: Set[int], trace: Trace | None, *, counts_others: bool = True
 ) -> int:
-    """Return the maximum over all events of the minimum gather bytes plus memory that is not model data.
+    """Return the maximum over all events of the minimum gather bytes, and of memory that is not model data with them.
 
-    Args:
-        sizes: Sizes of the chunks, by index.
-        kept: Chunks that stay gathered.
-        trace: Trace of an iteration, or None.
-        counts_others: If True, include activations and temporaries.
+    Without `counts_others` activations and temporaries are left out.
     """
     most = min_gather_bytes(sizes, kept, None)
     for now, event in enumerate(trace.events if trace is not None else ()):
@@ -129,13 +119,7 @@ def other_bytes_at(trace: Trace | None, now: int) -> int:
 
 
 def last_of(chunks: Iterable[int], sizes: Sequence[ChunkBytes], fraction: float) -> frozenset[int]:
-    """Return the last chunks whose gathered bytes are at least a fraction of those of all given chunks.
-
-    Args:
-        chunks: Chunk indices in the order of use.
-        sizes: Sizes of the chunks, by index.
-        fraction: From 0 (no chunk) to 1 (all chunks).
-    """
+    """Return the last chunks, in the order of use, with at least a fraction of the gathered bytes of all given ones."""
     numbers = list(chunks)
     missing = _exactly(fraction) * sum(sizes[chunk].gathered for chunk in numbers)
     taken = []
@@ -226,29 +210,47 @@ def _beyond(num_bytes: int, chunks: Sequence[int], bytes_of: Sequence[int]) -> f
     return frozenset()
 
 
-# Arguments of a single policy, with the defaults of `make_placement`.
-_FRACTIONS = {"shard_param_frac": 1.0, "offload_optim_frac": 0.0, "offload_param_frac": 0.0}
-_RATIOS = {"warmup_non_model_data_ratio": 0.8, "steady_cuda_cap_ratio": 0.9, "gpu_margin_mem_ratio": 0.0}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement(ABC):
+    """Placement policy. All ranks of the shard group must pass equal arguments, because they gather chunks together.
 
+    Attributes:
+        budget: Bytes of the compute tier; None for no limit.
+        max_prefetch: Number of chunks gathered ahead of their use.
 
-class Placement(Protocol):
-    """Placement policy. All ranks of the shard group must pass equal arguments, because they gather chunks together."""
+    Raises:
+        ConfigError: A number is out of range.
+    """
+
+    budget: int | None = None
+    max_prefetch: int = 0
+
+    def __post_init__(self) -> None:
+        if not is_count(self.max_prefetch, minimum=0):
+            raise ConfigError(
+                f"max_prefetch={self.max_prefetch!r} is not a number of chunks: give an integer, such as 1, or 0 for"
+                " none"
+            )
+        if self.budget is not None and not is_count(self.budget):
+            raise ConfigError(
+                f"device_memory_budget={self.budget!r} is not a number of bytes: give an integer above 0, such as"
+                " 8 * 2**30, or None"
+            )
 
     @property
-    def name(self) -> str:
-        """Name of the policy in the plugin's arguments."""
+    def offloads_all_states(self) -> bool:
+        """Whether all optimizer states are in the offload tier, on all ranks and at any time."""
+        return False
 
+    @abstractmethod
     def locations(self, sizes: Sequence[ChunkBytes], trace: Trace | None) -> ChunkLocations:
-        """Return the locations of all chunks.
-
-        Args:
-            sizes: Sizes of the chunks, by index.
-            trace: Trace of an iteration, or None before the first.
+        """Return the locations of all chunks, given their sizes by index, and the trace once there is one.
 
         Raises:
             ConfigError: The budget is too small for any placement.
         """
 
+    @abstractmethod
     def gather_budget(
         self, sizes: Sequence[ChunkBytes], locations: ChunkLocations, trace: Trace | None, now: int
     ) -> int:
@@ -268,7 +270,7 @@ class Placement(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StaticPlacement:
+class StaticPlacement(Placement):
     """Policy with fixed fractions of sharded and offloaded chunks.
 
     Full chunks are selected from the end (Note [Which chunks are offloaded]) until their gathered bytes reach the
@@ -280,25 +282,16 @@ class StaticPlacement:
         offload_optim_frac: Fraction of the trained chunks with optimizer states in the offload tier.
         offload_param_frac: Fraction of the weights (including frozen ones) in the offload tier, with their gradients;
             at most `shard_param_frac`.
-        max_prefetch: Number of chunks gathered ahead of their use.
-        budget: Bytes of the compute tier for everything; None for no limit.
-        name: Name of the policy.
-
-    Raises:
-        ConfigError: A number is out of range.
     """
 
     shard_param_frac: float = 1.0
     offload_optim_frac: float = 0.0
     offload_param_frac: float = 0.0
-    max_prefetch: int = 0
-    budget: int | None = None
-    name: str = "static"
 
     def __post_init__(self) -> None:
         for name in ("shard_param_frac", "offload_optim_frac", "offload_param_frac"):
             _check_fraction(name, getattr(self, name))
-        _check_counts(self.max_prefetch, self.budget)
+        Placement.__post_init__(self)
         if self.offload_param_frac > self.shard_param_frac:
             raise ConfigError(
                 f"offload_param_frac={self.offload_param_frac} is more than shard_param_frac={self.shard_param_frac}:"
@@ -306,8 +299,11 @@ class StaticPlacement:
                 f" {self.offload_param_frac}, such as 1.0"
             )
 
+    @property
+    def offloads_all_states(self) -> bool:
+        return self.offload_optim_frac == 1.0
+
     def locations(self, sizes: Sequence[ChunkBytes], trace: Trace | None) -> ChunkLocations:
-        """See `Placement.locations`."""
         chunks = range(len(sizes))
         training = [chunk for chunk in chunks if sizes[chunk].trains]
         locations = ChunkLocations(
@@ -323,7 +319,6 @@ class StaticPlacement:
     def gather_budget(
         self, sizes: Sequence[ChunkBytes], locations: ChunkLocations, trace: Trace | None, now: int
     ) -> int:
-        """See `Placement.gather_budget`."""
         least = min_gather_bytes(sizes, locations.kept_gathered, event_at(trace, now))
         wanted = least + self.max_prefetch * largest_gathered(sizes, locations.kept_gathered)
         if self.budget is None:
@@ -335,31 +330,14 @@ class StaticPlacement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConstPlacement:
+class ConstPlacement(Placement):
     """Policy with a fixed budget for model data: gathered chunks first, then weights and gradients, then states.
 
     Shards are in the compute tier as far as they fit in addition to `2 + max_prefetch` gathered chunks, the rest in the
     offload tier. Activations and temporaries do not count.
-
-    Attributes:
-        name: Name of the policy in the plugin's arguments.
-        budget: Bytes of the compute tier for model data; None for no limit.
-        max_prefetch: Number of chunks gathered ahead of their use.
-
-    Raises:
-        ConfigError: A number is out of range.
     """
 
-    name: ClassVar[str] = "const"
-
-    budget: int | None = None
-    max_prefetch: int = 0
-
-    def __post_init__(self) -> None:
-        _check_counts(self.max_prefetch, self.budget)
-
     def locations(self, sizes: Sequence[ChunkBytes], trace: Trace | None) -> ChunkLocations:
-        """See `Placement.locations`."""
         if self.budget is None:
             return ChunkLocations()
         least = min_budget_bytes(sizes, frozenset(), trace, counts_others=False)
@@ -369,7 +347,6 @@ class ConstPlacement:
     def gather_budget(
         self, sizes: Sequence[ChunkBytes], locations: ChunkLocations, trace: Trace | None, now: int
     ) -> int:
-        """See `Placement.gather_budget`."""
         if self.budget is None:
             return all_gathered_bytes(sizes)
         resident = resident_bytes(sizes, locations)
@@ -380,7 +357,7 @@ class ConstPlacement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AutoPlacement:
+class AutoPlacement(Placement):
     """Policy that gives model data the memory left by activations and temporaries in the traced first iteration.
 
     In that iteration model data may use `1 - warmup_ratio` of the budget, but at least `2 + max_prefetch` gathered
@@ -389,38 +366,27 @@ class AutoPlacement:
     bytes, and memory that is free at an event is for gathered chunks.
 
     Attributes:
-        name: Name of the policy in the plugin's arguments.
-        budget: Bytes of the compute tier for everything; None for no limit.
         steady_ratio: Plugin argument `steady_cuda_cap_ratio`.
         warmup_ratio: Plugin argument `warmup_non_model_data_ratio`.
         gpu_margin_mem_ratio: Fraction of the memory left by weights and gradients for optimizer states; 0 for all of
             it.
-        max_prefetch: Number of chunks gathered ahead of their use.
-
-    Raises:
-        ConfigError: A number is out of range.
     """
 
-    name: ClassVar[str] = "auto"
-
-    budget: int | None = None
     steady_ratio: float = 0.9
     warmup_ratio: float = 0.8
     gpu_margin_mem_ratio: float = 0.0
-    max_prefetch: int = 0
 
     def __post_init__(self) -> None:
         _check_fraction("steady_cuda_cap_ratio", self.steady_ratio)
         _check_fraction("warmup_non_model_data_ratio", self.warmup_ratio)
         _check_fraction("gpu_margin_mem_ratio", self.gpu_margin_mem_ratio)
-        _check_counts(self.max_prefetch, self.budget)
+        Placement.__post_init__(self)
         if self.steady_ratio == 0:
             raise ConfigError(
                 "steady_cuda_cap_ratio=0 leaves no memory to train in: give a number up to 1, such as 0.9"
             )
 
     def locations(self, sizes: Sequence[ChunkBytes], trace: Trace | None) -> ChunkLocations:
-        """See `Placement.locations`."""
         if self.budget is None:
             return ChunkLocations()
         least = min_budget_bytes(sizes, frozenset(), trace)
@@ -438,7 +404,6 @@ class AutoPlacement:
     def gather_budget(
         self, sizes: Sequence[ChunkBytes], locations: ChunkLocations, trace: Trace | None, now: int
     ) -> int:
-        """See `Placement.gather_budget`."""
         if self.budget is None:
             return all_gathered_bytes(sizes)
         resident = resident_bytes(sizes, locations)
@@ -456,66 +421,6 @@ class AutoPlacement:
         check_fit(self.budget, least)
         wanted = least + self.max_prefetch * largest_gathered(sizes, frozenset())
         return min(self.budget, max(wanted, self.budget - share_of(self.budget, self.warmup_ratio)))
-
-
-def make_placement(
-    policy_name: str,
-    *,
-    shard_param_frac: float = 1.0,
-    offload_optim_frac: float = 0.0,
-    offload_param_frac: float = 0.0,
-    warmup_non_model_data_ratio: float = 0.8,
-    steady_cuda_cap_ratio: float = 0.9,
-    gpu_margin_mem_ratio: float = 0.0,
-    max_prefetch: int = 0,
-    budget: int | None = None,
-) -> Placement:
-    """Create the placement policy of the plugin's arguments.
-
-    Args:
-        policy_name: "static" (fixed fractions), "cuda" or "cpu" (nothing or everything is offloaded), "const" (fixed
-            bytes for model data) or "auto" (memory left by activations).
-        shard_param_frac: Argument of "static".
-        offload_optim_frac: Argument of "static".
-        offload_param_frac: Argument of "static".
-        warmup_non_model_data_ratio: Argument of "auto".
-        steady_cuda_cap_ratio: Argument of "auto".
-        gpu_margin_mem_ratio: Argument of "auto".
-        max_prefetch: Number of chunks gathered ahead of their use.
-        budget: Bytes of the compute tier; None for no limit.
-
-    Raises:
-        ConfigError: The policy is unknown, a number is out of range, or an argument belongs to another policy.
-    """
-    if policy_name not in ("static", "cuda", "cpu", "const", "auto"):
-        raise ConfigError(
-            f"placement_policy={policy_name!r} is unknown: choose one of 'static', 'cuda', 'cpu', 'const', 'auto'"
-        )
-    fractions = (shard_param_frac, offload_optim_frac, offload_param_frac)
-    ratios = (warmup_non_model_data_ratio, steady_cuda_cap_ratio, gpu_margin_mem_ratio)
-    if policy_name != "static":
-        _refuse_unused("static", policy_name, _FRACTIONS, fractions)
-    if policy_name != "auto":
-        _refuse_unused("auto", policy_name, _RATIOS, ratios)
-    if policy_name == "auto":
-        return AutoPlacement(
-            budget=budget,
-            steady_ratio=steady_cuda_cap_ratio,
-            warmup_ratio=warmup_non_model_data_ratio,
-            gpu_margin_mem_ratio=gpu_margin_mem_ratio,
-            max_prefetch=max_prefetch,
-        )
-    if policy_name == "const":
-        return ConstPlacement(budget=budget, max_prefetch=max_prefetch)
-    is_cpu = policy_name == "cpu"
-    return StaticPlacement(
-        shard_param_frac=shard_param_frac,
-        offload_optim_frac=1.0 if is_cpu else offload_optim_frac,
-        offload_param_frac=1.0 if is_cpu else offload_param_frac,
-        max_prefetch=max_prefetch,
-        budget=budget,
-        name=policy_name,
-    )
 
 
 def evictions(candidates: Mapping[int, int], next_use: Callable[[int], int | None], bytes_needed: int) -> list[int]:
@@ -547,25 +452,3 @@ def evictions(candidates: Mapping[int, int], next_use: Callable[[int], int | Non
 def _check_fraction(name: str, value: Any) -> None:
     if not is_non_nan_number(value) or not 0 <= value <= 1:
         raise ConfigError(f"{name}={value!r} is not a fraction: give a number from 0 to 1")
-
-
-def _check_counts(max_prefetch: Any, budget: Any) -> None:
-    if not is_count(max_prefetch, minimum=0):
-        raise ConfigError(
-            f"max_prefetch={max_prefetch!r} is not a number of chunks: give an integer, such as 1, or 0 for none"
-        )
-    if budget is not None and not is_count(budget):
-        raise ConfigError(
-            f"device_memory_budget={budget!r} is not a number of bytes: give an integer above 0, such as"
-            " 8 * 2**30, or None"
-        )
-
-
-def _refuse_unused(owner: str, policy_name: str, defaults: Mapping[str, float], given: Sequence[Any]) -> None:
-    """Refuse non-default values of arguments that belong to another policy."""
-    for (name, default), value in zip(defaults.items(), given, strict=True):
-        if value != default:
-            raise ConfigError(
-                f"{name}={value!r} is for placement_policy={owner!r}, and has no effect for {policy_name!r}: leave"
-                f" it out, or choose {owner!r}"
-            )

@@ -10,26 +10,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from booster.comm import group_size, new_cpu_group, new_mesh, timeout_scope
+from booster.comm import new_cpu_group, timeout_scope
 from booster.compatibility import takes_foreign
 from booster.core.plain_torch import refuse_plain_training
 from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.lazy_init import check_materialized
 from booster.plugins.base import WrappedPair, check_memory_is_apart, refuse_quantized_weights
-from booster.plugins.sharding.config import WeightPrecision
 from booster.plugins.sharding.elementwise import require_elementwise
-from booster.plugins.sharding.plugin import ShardedPlugin
+from booster.plugins.sharding.plugin import ReplicatedPlugin
 from booster.plugins.sync_batch_norm import convert_batch_norm
 
+from .chunk_init import build_chunks
 from .config import GeminiConfig, GeminiSettings
-from .model import GeminiModelBuilder, place_buffers
+from .model import GeminiModel, place_buffers
 from .optimizer import GeminiOptimizer
 
 
-class GeminiPlugin(ShardedPlugin):
+class GeminiPlugin(ReplicatedPlugin):
     """ZeRO stage 3 with chunks: weights, gradients and optimizer states are sharded over ranks and memory tiers.
 
     Parameters are stored in *chunks* of equal size. Every rank keeps its shard of each chunk. A chunk's weights are
@@ -170,31 +169,17 @@ class GeminiPlugin(ShardedPlugin):
         if max_prefetch is None:
             given["max_prefetch"] = 0 if self._device.type == "cpu" else 1
         self._set_config(GeminiConfig, given)
-        self._placement = self._config.make_placement(self._device)
-        self._make_groups()
-
-    def _make_groups(self) -> None:
-        num_replicas = self._config.extra_dp_size
-        # Neighbouring ranks share the shards, because they are likely to be on one machine.
-        self._mesh = new_mesh(self._device.type, (num_replicas, group_size() // num_replicas), ("replica", "shard"))
-        is_cpu = self._device.type == "cpu"
-        shard_group = self._mesh.get_group("shard") if num_replicas > 1 else None
-        self._control_group = None if is_cpu else new_cpu_group()
-        self._order_group = shard_group if is_cpu else new_cpu_group(shard_group)
+        self._placement = self._config.placement.make(self._device)
+        self._make_groups(extra_dp_size)
+        shard_group = self._shard_groups["shard_group"]
+        self._order_group = shard_group if self._device.type == "cpu" else new_cpu_group(shard_group)
 
     def _groups(self) -> list[dist.ProcessGroup | None]:
-        return [*self._mesh.get_all_groups(), self._control_group, self._order_group]
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        return self._mesh
+        return [*super()._groups(), self._order_group]
 
     @property
     def zero_stage(self) -> int:
         return 3
-
-    def axis_sizes(self) -> dict[str, int]:
-        return {"replica": self._mesh.size(0), "shard": self._mesh.size(1)}
 
     def check(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         if optimizer is not None:
@@ -209,48 +194,24 @@ class GeminiPlugin(ShardedPlugin):
             convert_batch_norm(model, self._device)
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer | None, placed: None) -> WrappedPair:
-        config, is_primary = self._config, self.dp_rank == 0
-        settings = self._settings()
+        config, settings = self._config, self._settings()
         trained = (
             set() if optimizer is None else {id(one) for group in optimizer.param_groups for one in group["params"]}
         )
-        assembly = GeminiModelBuilder(settings, self._placement, offload_dir=config.offload_dir, pins=config.pin_memory)
-        broadcasts = config.broadcast_buffers and self.dp_size > 1
-        boosted = assembly.build(
-            model, trained, is_primary=is_primary, broadcasts_buffers=broadcasts, verbose=config.verbose
-        )
-        wrapped = None
-        if optimizer is not None:
-            scaler = self._config.new_loss_scaler()
-            wrapped = GeminiOptimizer(
-                optimizer,
-                boosted,
-                settings,
-                loss_scaler=scaler,
-                is_primary=is_primary,
-                updates_on_host=getattr(self._placement, "offload_optim_frac", 0.0) == 1.0,
-            )
-        if config.dtype is not None:
-            precision = WeightPrecision(config.dtype, cast_inputs=True, outputs_fp32=config.force_outputs_fp32)
-            precision.cast(model)  # only buffers are left
-            boosted.precision = precision
+        boosted = GeminiModel(model, build_chunks(model, trained, settings, self._placement), settings)
+        wrapped = None if optimizer is None else GeminiOptimizer(optimizer, boosted, settings)
+        config.set_precision(boosted, cast_inputs=True, outputs_fp32=config.force_outputs_fp32)
         if self.dp_size > 1:
             refuse_plain_training(boosted, untrained=model.parameters() if optimizer is None else ())
         return boosted, wrapped
 
     def _settings(self) -> GeminiSettings:
-        has_replicas = self._config.extra_dp_size > 1
         return GeminiSettings(
             config=self._config,
-            rank=self._mesh.get_local_rank("shard"),
-            num_shards=self._mesh.size(1),
             is_first=self.dp_rank == 0,
-            is_primary=self._mesh.get_local_rank("replica") == 0,
             device=self._device,
-            control_group=self._control_group,
-            shard_group=self._mesh.get_group("shard") if has_replicas else None,
             order_group=self._order_group,
-            replica_group=self._mesh.get_group("replica") if has_replicas else None,
+            **self._shard_groups,
         )
 
     def no_sync(

@@ -180,6 +180,13 @@ class ChunkUpdate:
         return masters + self.chunk.layout.shard_numel * max(bytes_per_element)
 
 
+def adam_state_bytes(chunk: Chunk) -> int:
+    """Estimate the bytes of Adam states and master weights of a chunk on this rank."""
+    if not chunk.layout.trains:
+        return 0
+    return chunk.layout.shard_numel * (8 if chunk.layout.dtype.itemsize == 4 else 12)
+
+
 def is_elementwise_state(value: Any, parameter: torch.Tensor) -> TypeGuard[torch.Tensor]:
     """Whether a state has one value for every element of a shard."""
     return isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0

@@ -32,22 +32,14 @@ class TierBlock(Protocol):
     """Memory in a tier for one shard of a chunk.
 
     Operations on one block run in call order: a read sees all earlier writes, even without a wait. A call may wait for
-    the previous copy. Copies of different blocks overlap.
+    the previous copy. Copies of different blocks overlap. Reads of a block that was never written return zeros.
     """
-
-    @property
-    def num_bytes(self) -> int:
-        """Capacity in bytes."""
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the block was never written; reads then return zeros."""
 
     def read_into(self, tensor: Tensor) -> Transfer:
         """Start a read into a tensor, which must not be accessed before the wait.
 
         Args:
-            tensor: 1-D contiguous tensor of any dtype with exactly `num_bytes` bytes, in host memory for a disk. Disk
+            tensor: 1-D contiguous tensor of any dtype with exactly the block's bytes, in host memory for a disk. Disk
                 reads are fastest at addresses that are multiples of 4096, as of `kernels.disk_io.aligned_buffer`.
         """
 
@@ -88,10 +80,6 @@ class Tier(Protocol):
         """Kind of the tier."""
 
     @property
-    def bytes_held(self) -> int:
-        """Bytes of all blocks that are not freed."""
-
-    @property
     def has_streams(self) -> bool:
         """Whether an accelerator's copies run in streams of their own."""
 
@@ -111,9 +99,6 @@ class Tier(Protocol):
         Raises:
             ConfigError: There is not enough space for it.
         """
-
-    def close(self) -> None:
-        """Wait for all copies in flight and free all memory. Idempotent."""
 
 
 def bytes_of(tensor: Tensor, num_bytes: int) -> Tensor:
@@ -174,9 +159,6 @@ class HostTier:
                 block = _HostBlock(self, torch.empty(num_bytes, dtype=torch.uint8))
         self.bytes_held += num_bytes
         return block
-
-    def close(self) -> None:
-        """Do nothing: memory is freed with the blocks."""
 
 
 class _HostTransfer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -18,27 +18,20 @@ class TraceEvent:
     Attributes:
         chunks: Indices of the chunks that it needs, without duplicates.
         is_backward: True if gradients of the chunks are produced.
-        model_bytes: Weights, gradients and optimizer states in the compute tier at the start.
-        other_bytes: Peak of other memory there (activations and temporaries) until the next event.
+        other_bytes: Peak of memory that is not model data (activations and temporaries) in the compute tier, until the
+            next event.
     """
 
     chunks: tuple[int, ...]
     is_backward: bool
-    model_bytes: int
     other_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Trace of one iteration. Events are numbered from 0.
-
-    Attributes:
-        events: Events in order.
-        completed: Indices of the chunks, in the order in which their gradients were complete.
-    """
+    """Trace of one iteration. Events are numbered from 0."""
 
     events: tuple[TraceEvent, ...]
-    completed: tuple[int, ...]
     # Per chunk: the events that need it, ascending.
     _uses: dict[int, list[int]] = field(init=False, repr=False, compare=False)
     # Event and chunk of each use that does not merely continue the previous event's. Consecutive modules mostly use the
@@ -61,14 +54,7 @@ class Trace:
         """Return the first event from `now` on that needs a chunk, in O(log n).
 
         A chunk without another use in this iteration gets its first use in the next one, whose event numbers continue
-        this one's. So the results for two chunks are comparable.
-
-        Args:
-            chunk: Index of the chunk.
-            now: Event number, from 0 to the number of events.
-
-        Returns:
-            The event number, or None for a chunk that is never used.
+        this one's. So the results for two chunks are comparable. None for a chunk that is never used.
         """
         positions = self._uses.get(chunk)
         if positions is None:
@@ -76,23 +62,16 @@ class Trace:
         index = bisect_left(positions, now)
         return positions[index] if index < len(positions) else len(self.events) + positions[0]
 
-    def upcoming(self, now: int, limit: int, skip: Container[int]) -> list[int]:
-        """Return the next chunks needed in this iteration, in order of use.
-
-        Args:
-            now: First event to consider, from 0 to the number of events.
-            limit: Maximum number of chunks.
-            skip: Chunks to leave out, such as gathered ones.
-        """
+    def upcoming(self, now: int, limit: int) -> list[int]:
+        """Return the next chunks needed in this iteration from event `now` on, at most `limit`, in order of use."""
         found: dict[int, None] = {}
         if limit > 0:
             arrivals = range(bisect_left(self._arrivals, (now + 1, -1)), len(self._arrivals))
             current = self.events[now].chunks if now < len(self.events) else ()
             for chunk in chain(current, (self._arrivals[index][1] for index in arrivals)):
-                if chunk not in skip:
-                    found[chunk] = None
-                    if len(found) == limit:
-                        break
+                found[chunk] = None
+                if len(found) == limit:
+                    break
         return list(found)
 
     def peak_other_bytes(self, now: int, until: int) -> int:
@@ -101,39 +80,18 @@ class Trace:
 
 
 class Tracer:
-    """Recorder of an iteration: `begin()`, then the `record_*` methods, then `finish()`.
-
-    Attributes:
-        is_recording: True if an iteration was begun and not finished.
-    """
+    """Recorder of one iteration: the `record_*` methods, then `trace()`."""
 
     def __init__(self) -> None:
-        self.is_recording = False
         self._events: list[TraceEvent] = []
-        self._completed: dict[int, None] = {}
         self._early_bytes = 0
 
-    def begin(self) -> None:
-        """Begin an iteration. An unfinished one, such as after a failed forward, is dropped."""
-        self.is_recording = True
-        self._events = []
-        self._completed = {}
-        self._early_bytes = 0
-
-    def record_use(self, chunks: Iterable[int], is_backward: bool, model_bytes: int) -> None:
-        """Record the start of a module that needs chunks.
-
-        Args:
-            chunks: Indices of the chunks; duplicates are ignored.
-            is_backward: True for the module's backward.
-            model_bytes: Current bytes of weights, gradients and optimizer states in the compute tier.
-        """
-        assert self.is_recording, "an event was recorded outside of an iteration"
+    def record_use(self, chunks: Iterable[int], is_backward: bool) -> None:
+        """Record the start of a module's forward or backward that needs these chunks; duplicates are ignored."""
         self._events.append(
             TraceEvent(
                 chunks=tuple(dict.fromkeys(chunks)),
                 is_backward=is_backward,
-                model_bytes=model_bytes,
                 other_bytes=0 if self._events else self._early_bytes,
             )
         )
@@ -143,22 +101,14 @@ class Tracer:
 
         Values from before the first event count for the first, as that memory is in use when its module starts.
         """
-        assert self.is_recording, "bytes were recorded outside of an iteration"
         if not self._events:
             self._early_bytes = max(self._early_bytes, num_bytes)
         elif num_bytes > self._events[-1].other_bytes:
             self._events[-1] = replace(self._events[-1], other_bytes=num_bytes)
 
-    def record_complete(self, chunk: int) -> None:
-        """Record that the gradients of a chunk are complete; repeated calls are ignored."""
-        assert self.is_recording, "a complete chunk was recorded outside of an iteration"
-        self._completed.setdefault(chunk)
-
-    def finish(self) -> Trace:
-        """Finish the iteration and return its trace."""
-        assert self.is_recording, "no iteration was begun"
-        self.is_recording = False
-        return Trace(tuple(self._events), tuple(self._completed))
+    def trace(self) -> Trace:
+        """Return the trace of the recorded iteration."""
+        return Trace(tuple(self._events))
 
 
 class Cursor:
@@ -173,10 +123,12 @@ class Cursor:
         lookahead: Search distance in events.
 
     Attributes:
+        trace: Trace to follow.
         now: Number of the last event reached, initially 0.
     """
 
     def __init__(self, trace: Trace, lookahead: int = 64) -> None:
+        self.trace = trace
         self._lookahead = lookahead
         self._positions: dict[tuple[tuple[int, ...], bool], list[int]] = {}
         for now, event in enumerate(trace.events):
@@ -190,12 +142,7 @@ class Cursor:
         self._reach = self._lookahead
 
     def advance(self, chunks: Iterable[int], is_backward: bool) -> int:
-        """Advance to the next event that needs the same chunks, and return its number.
-
-        Args:
-            chunks: Indices of the chunks that the module needs, in the recorded order.
-            is_backward: True for the module's backward.
-        """
+        """Advance to the next event that needs the same chunks, in this order, and return its number."""
         positions = self._positions.get((tuple(dict.fromkeys(chunks)), is_backward), [])
         index = bisect_left(positions, self._next)
         if index < len(positions) and positions[index] < self._next + self._reach:

@@ -93,13 +93,8 @@ def checkpoint_layers(
         config: Config that selects the layers to recompute.
         stage: Pipeline stage, which may hold no layer. Optional, defaults to no pipeline.
 
-    Raises:
-        ConfigError: There are no layers and no pipeline.
-
     Collective: no.
     """
-    if stage is None:
-        check_stacks(model, [layer_names])
     policy = RecomputeLayers()
     for name in layer_names[: config.num_layers(len(layer_names), stage)]:
         layer = model.get_submodule(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -19,8 +19,7 @@ from .activation_checkpointing import GradientCheckpointConfig, parse_checkpoint
 from .expert_parallel.dispatch import Capacity
 from .expert_parallel.plan import EXPERT_STYLE
 from .mesh import AXES, EXPERT_AXES
-from .pipeline_parallel.config import PipelineArguments, RankIndependentRepr
-from .pipeline_parallel.schedules import PipelineSchedule
+from .pipeline_parallel.config import PipelineArguments
 from .tensor_parallel_nd.grid import GRID_MODES, TensorGridShape
 
 # The first two shard the tokens over the tp axis wherever its ranks would hold the same activations; Korthikanti et
@@ -35,8 +34,7 @@ TENSOR_MODES = ("1d", *GRID_MODES)
 
 _FLAGS = (
     *("enable_sequence_parallelism", "parallel_output", "dp_outside", "broadcast_buffers", "find_unused_parameters"),
-    *("check_reduction", "gradient_as_bucket_view", "static_graph", "broadcast_loss", "enable_metadata_cache"),
-    *("drop_tokens", "overlap_shared_experts"),
+    *("check_reduction", "gradient_as_bucket_view", "static_graph", "drop_tokens", "overlap_shared_experts"),
 )
 
 
@@ -45,7 +43,6 @@ class HybridConfig(ShardedConfig):
     """Options of `HybridParallelPlugin` by their names there, where they are documented."""
 
     tp_size: int
-    pp_size: int
     sp_size: int | None
     zero_stage: int
     enable_sequence_parallelism: bool
@@ -67,15 +64,7 @@ class HybridConfig(ShardedConfig):
     overlap_allgather: bool
     cast_inputs: bool
     gradient_checkpoint_config: GradientCheckpointConfig | Mapping[str, Any] | bool | None
-    num_microbatches: int | None
-    microbatch_size: int | None
-    pp_style: str | PipelineSchedule | RankIndependentRepr
-    num_model_chunks: int
-    num_layers_per_stage: Sequence[int] | None
-    broadcast_loss: bool
-    enable_metadata_cache: bool
-    split: Sequence[str] | None
-    execution_sequence: Sequence[str | Callable[..., Any]] | RankIndependentRepr | None
+    stages: PipelineArguments
     ep_size: int
     capacity_factor: float | None
     min_capacity: int
@@ -84,13 +73,6 @@ class HybridConfig(ShardedConfig):
     tp_mode: str
     tp_depth: int | None
     extra_axes: Mapping[str, int] | None
-
-    def __post_init__(self) -> None:
-        # Ranks compare the reprs of all fields, which must not contain addresses.
-        for name in ("pp_style", "execution_sequence"):
-            given = getattr(self, name)
-            if not isinstance(given, str | RankIndependentRepr | None):
-                object.__setattr__(self, name, RankIndependentRepr(given))
 
     # Derived values; valid after `check`.
 
@@ -148,9 +130,14 @@ class HybridConfig(ShardedConfig):
         return None if given is None else parse_checkpoint_config(given, self.pp_size)
 
     @property
+    def pp_size(self) -> int:
+        """Number of pipeline stages."""
+        return self.stages.pp_size
+
+    @property
     def pipeline(self) -> PipelineArguments | None:
         """Arguments of pipeline parallelism, or None with a single stage."""
-        return self._pipeline_arguments() if self.pp_size > 1 else None
+        return self.stages if self.pp_size > 1 else None
 
     def axis_sizes(self, world_size: int) -> dict[str, int]:
         """Return the number of ranks along each axis; dp is the remaining factor."""
@@ -165,7 +152,7 @@ class HybridConfig(ShardedConfig):
                 f"enable_sequence_parallelism=True without a mode: using"
                 f" sequence_parallelism_mode={self.sequence_mode!r}, which shards the tokens over the tp_size ranks"
             )
-        return lines + self._pipeline_arguments().remarks()
+        return lines + self.stages.remarks()
 
     # Checks.
 
@@ -174,7 +161,7 @@ class HybridConfig(ShardedConfig):
             check_flag(name, getattr(self, name))
         self._check_counts()
         self._check_extra_axes()
-        self._pipeline_arguments().check()
+        self.stages.check()
         self._check_sequence_parallelism()
         self._check_tensor_grid()
         self._check_world(world_size)
@@ -275,9 +262,10 @@ class HybridConfig(ShardedConfig):
             raise ConfigError(
                 f"tp_depth={self.tp_depth!r} is not a number of squares of ranks: give a positive integer, or None"
             )
-        if self.tp_mode == "1d" and self.tp_depth is not None:
+        if self.tp_mode != "2.5d" and self.tp_depth is not None:
             raise ConfigError(
-                f"tp_depth={self.tp_depth} has no meaning with tp_mode='1d': leave it out, or use tp_mode='2.5d'"
+                f"tp_depth={self.tp_depth} has no meaning with tp_mode={self.tp_mode!r}: leave it out, or use"
+                " tp_mode='2.5d'"
             )
         if self.tensor_grid is None:
             return
@@ -351,6 +339,11 @@ class HybridConfig(ShardedConfig):
                 f"plan={plan!r} is not a tensor-parallel plan: give a dict of module names to styles, such as"
                 " {'layers.*.mlp.up_proj': 'colwise', 'layers.*.mlp.down_proj': 'rowwise'}, or leave it out"
             )
+        if plan is not None and not plan and self.tp_size > 1:
+            raise ConfigError(
+                f"plan={{}} divides no module over tp_size={self.tp_size}: name modules, or leave plan out, and one is"
+                " found"
+            )
 
     def _check_gradients(self) -> None:
         if not isinstance(self.precision, str):
@@ -377,20 +370,6 @@ class HybridConfig(ShardedConfig):
             if not is_non_nan_number(size) or not 0 < size < float("inf"):
                 raise ConfigError(f"{name} must be a positive number, got {size!r}: give a size in {example}")
 
-    def _pipeline_arguments(self) -> PipelineArguments:
-        return PipelineArguments(
-            style=RankIndependentRepr.unwrap(self.pp_style),
-            num_stages=self.pp_size,
-            num_chunks=self.num_model_chunks,
-            num_microbatches=self.num_microbatches,
-            microbatch_size=self.microbatch_size,
-            num_layers_per_stage=self.num_layers_per_stage,
-            broadcast_loss=self.broadcast_loss,
-            caches_metadata=self.enable_metadata_cache,
-            split=self.split,
-            execution_sequence=RankIndependentRepr.unwrap(self.execution_sequence),
-        )
-
     def zero(self) -> ZeroConfig:
         """Return the equivalent options of ZeRO, whose checks apply here as well.
 
@@ -402,7 +381,6 @@ class HybridConfig(ShardedConfig):
         return arguments_of(ZeroConfig, given | own)
 
 
-_SEQUENCE = "sequence"  # a mode of the documents
 _EXAMPLE = "dict(pipeline=dict(size=2, num_microbatches=4), tensor=dict(size=4, mode='1d'))"
 _AXIS_EXAMPLES = {
     "data": "dict(size=2)",
@@ -410,15 +388,15 @@ _AXIS_EXAMPLES = {
     "tensor": "dict(size=4, mode='1d')",
     "moe": "dict(size=2)",
 }
-_AXES = tuple(_AXIS_EXAMPLES)
-_ARGUMENTS = {"pipeline": "pp_size", "tensor": "tp_size", "moe": "ep_size"}
-_TENSOR_ARGUMENTS = {"mode": "tp_mode", "depth": "tp_depth"}
-_FURTHER_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
-    "pipeline": (
-        *("num_microbatches", "microbatch_size", "pp_style", "num_model_chunks", "num_layers_per_stage"),
-        *("broadcast_loss", "enable_metadata_cache", "split", "execution_sequence"),
-    ),
-    "moe": ("capacity_factor", "min_capacity", "drop_tokens", "overlap_shared_experts"),
+# Arguments of the plugin by axis of a configuration and key of its dict.
+_AXIS_ARGUMENTS: Mapping[str, Mapping[str, str]] = {
+    "data": {},
+    "pipeline": {("size" if one.name == "pp_size" else one.name): one.name for one in fields(PipelineArguments)},
+    "tensor": {"size": "tp_size", "mode": "tp_mode", "depth": "tp_depth"},
+    "moe": {
+        "size": "ep_size",
+        **{name: name for name in ("capacity_factor", "min_capacity", "drop_tokens", "overlap_shared_experts")},
+    },
 }
 
 
@@ -440,21 +418,23 @@ def arguments_from_config(config: Mapping[str, Any], extra: Mapping[str, Any] | 
     Collective: no.
     """
     _check_names(config)
-    sizes = {axis: _size(axis, config[axis]) for axis in _AXES if axis in config}
+    extra = extra or {}
+    sizes = {axis: _size(axis, config[axis]) for axis in _AXIS_ARGUMENTS if axis in config}
     _check_mode(config.get("tensor", 1), sizes.get("tensor", 1))
     _check_data(sizes, extra)
-    arguments = {
-        argument: sizes.get(axis, 1) for axis, argument in _ARGUMENTS.items() if axis != "moe" or axis in sizes
-    }
-    further = {
-        axis: {name: given[name] for name in names if name in given}
-        for axis, names in _FURTHER_ARGUMENTS.items()
-        if isinstance(given := config.get(axis), Mapping)
-    }
-    tensor = config.get("tensor")
-    if isinstance(tensor, Mapping):
-        further["tensor"] = {own: tensor[key] for key, own in _TENSOR_ARGUMENTS.items() if tensor.get(key) is not None}
-    return _merge(arguments, further, extra or {})
+    found: dict[str, tuple[str, Any]] = {"pp_size": ("pipeline", 1), "tp_size": ("tensor", 1)}
+    for axis, size in sizes.items():
+        given = {**config[axis], "size": size} if isinstance(config[axis], Mapping) else {"size": size}
+        for key, argument in _AXIS_ARGUMENTS[axis].items():
+            if key in given and not (axis == "tensor" and given[key] is None):
+                found[argument] = (axis, given[key])
+    for argument, (axis, value) in found.items():
+        if argument in extra:
+            where = f"{value!r} in the configuration's {axis!r}: leave one of them out"
+            if argument == _AXIS_ARGUMENTS[axis]["size"]:
+                where = f"{axis!r}={value} of the configuration: leave {argument} out"
+            raise ConfigError(f"{argument}={extra[argument]!r} was given in addition to {where}")
+    return {argument: value for argument, (_, value) in found.items()} | dict(extra)
 
 
 def _check_names(config: Any) -> None:
@@ -463,7 +443,7 @@ def _check_names(config: Any) -> None:
             f"the configuration must be a dict of axes, got {config!r} of type {type(config).__name__}: give a dict,"
             f" such as {_EXAMPLE}"
         )
-    unknown = [axis for axis in config if axis not in _AXES]
+    unknown = [axis for axis in config if axis not in _AXIS_ARGUMENTS]
     if "parallel" in unknown:
         raise ConfigError(
             f"the configuration has the key 'parallel' among {', '.join(map(repr, config))}: give its value, as in"
@@ -472,7 +452,8 @@ def _check_names(config: Any) -> None:
     if unknown:
         raise ConfigError(
             f"the configuration has {unknown[0]!r}, which is not a parallel axis: choose from"
-            f" {', '.join(_AXES)}, as in {_EXAMPLE}; other arguments follow it, as in from_config(config, zero_stage=1)"
+            f" {', '.join(_AXIS_ARGUMENTS)}, as in {_EXAMPLE}; other arguments follow it, as in from_config(config,"
+            " zero_stage=1)"
         )
 
 
@@ -492,13 +473,14 @@ def _check_keys(axis: str, given: Mapping[str, Any]) -> None:
     # Unknown modes may have further keys; the error about the mode comes first.
     if axis == "tensor" and given.get("mode") not in TENSOR_MODES:
         return
-    tensor = ("mode", "depth") if given.get("mode") == "2.5d" else ("mode",)
-    known = ("size", *({"tensor": tensor} | dict(_FURTHER_ARGUMENTS)).get(axis, ()))
+    known = ["size", *(key for key in _AXIS_ARGUMENTS[axis] if key != "size")]
+    if axis == "tensor" and given["mode"] != "2.5d":
+        known.remove("depth")
     for key in given:
         if key not in known:
             raise ConfigError(
                 f"{axis}={dict(given)!r} has the unknown key {key!r}: write {axis}={_AXIS_EXAMPLES[axis]}"
-                + (f" (its keys are {', '.join(known)})" if axis in _FURTHER_ARGUMENTS else "")
+                + (f" (its keys are {', '.join(known)})" if axis in ("pipeline", "moe") else "")
             )
 
 
@@ -509,7 +491,7 @@ def _check_mode(given: Any, size: int) -> None:
         raise ConfigError(
             f"tensor={shown} shards layers over {size} ranks but has no mode: write tensor=dict(size={size}, mode='1d')"
         )
-    if mode == _SEQUENCE:
+    if mode == "sequence":  # of the documents
         raise ConfigError(
             f"tensor={shown}: mode 'sequence' shards sequences, not layers: use mode='1d', or"
             " sequence_parallelism_mode='ring_attn' with sp_size, as arguments"
@@ -518,10 +500,9 @@ def _check_mode(given: Any, size: int) -> None:
         raise ConfigError(f"tensor={shown}: mode {mode!r} is unknown: use one of {', '.join(TENSOR_MODES)}")
 
 
-def _check_data(sizes: Mapping[str, int], given: Mapping[str, Any] | None) -> None:
+def _check_data(sizes: Mapping[str, int], extra: Mapping[str, Any]) -> None:
     if "data" not in sizes:
         return
-    extra = given or {}
     others = {axis: sizes.get(axis, 1) for axis in ("pipeline", "tensor")} | dict(extra.get("extra_axes") or {})
     if extra.get("sequence_parallelism_mode") in _SP_AXIS_MODES:
         others["sp_size"] = extra.get("sp_size") or 1
@@ -532,24 +513,3 @@ def _check_data(sizes: Mapping[str, int], given: Mapping[str, Any] | None) -> No
             f"data={sizes['data']} times {factors} is {product} ranks, but the world size is {world_size}: leave data"
             " out, as it follows from the others"
         )
-
-
-def _merge(
-    arguments: dict[str, Any], further: Mapping[str, Mapping[str, Any]], extra: Mapping[str, Any]
-) -> dict[str, Any]:
-    for name, argument in _ARGUMENTS.items():
-        if argument in extra and argument in arguments:
-            raise ConfigError(
-                f"{argument}={extra[argument]!r} was given in addition to {name!r}={arguments[argument]} of the"
-                f" configuration: leave {argument} out"
-            )
-    merged = arguments
-    for axis, given in further.items():
-        for name, value in given.items():
-            if name in extra:
-                raise ConfigError(
-                    f"{name}={extra[name]!r} was given in addition to {value!r} in the configuration's {axis!r}: leave"
-                    " one of them out"
-                )
-        merged = merged | dict(given)
-    return merged | dict(extra)

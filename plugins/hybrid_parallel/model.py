@@ -18,7 +18,6 @@ from booster.comm import (
     broadcast,
     check_same_across_ranks,
     collective_device,
-    group_size,
     host_value,
     is_fake_world,
     max_of_numbers,
@@ -35,9 +34,11 @@ from booster.pytree import iter_tensors
 from booster.rng_state import get_rng_state, set_rng_state
 
 from .expert_parallel.experts import ExpertParallelGroup
+from .mesh import HybridMesh
 from .pipeline_parallel.microbatch import PipelineRun
-from .pipeline_parallel.stage_forward import ModelChunk, StageActivation, run_chunk
+from .pipeline_parallel.stage_forward import StageActivation, run_chunk
 from .pipeline_parallel.stage_module import StageModel
+from .pipeline_parallel.stage_partition.stage_plan import ModelChunk
 from .sequence_parallel.group import SequenceParallelGroup
 from .tensor_parallel.group import TensorParallelGroup
 
@@ -57,17 +58,14 @@ class HybridModel(ZeroModel):
 
     Args:
         module: The user's model, sharded and parallelized.
+        mesh: The device mesh. Ranks along dp and sp hold the same shards and get different data.
         tp_group: The tensor-parallel group, or None if layers are unsharded.
         sp_group: The group of the sp axis, or None without one.
-        data_group: Group of the ranks that get different data and hold the same shards.
-        replica_group: Group of the ranks that get the same batch.
-        is_primary: If True, this rank is primary among those with the same shards.
-        is_expert_primary: The same for experts with expert parallelism.
+        ep_group: The group of the ep axis, or None if experts are unsharded.
+        stage_model: The pipeline stage's part of the model, or None without a pipeline.
         broadcasts_buffers: If True, broadcast the group's first rank's buffers before each forward in training.
-        ep_group: The group of the ep axis; optional, defaults to unsharded experts.
-        stage_model: The pipeline stage's part of the model; optional, defaults to no pipeline.
-        stage: Pipeline stage of this rank.
-        extra_group: Group along the user's own axes, whose ranks hold the same; optional, defaults to no such axes.
+
+    Collective: yes, over the world.
 
     Attributes:
         last_pipeline_run: Record of this rank's work on the last batch of `Booster.execute_pipeline`.
@@ -80,37 +78,38 @@ class HybridModel(ZeroModel):
     def __init__(
         self,
         module: nn.Module,
+        mesh: HybridMesh,
         *,
         tp_group: TensorParallelGroup | None,
         sp_group: SequenceParallelGroup | None,
-        data_group: dist.ProcessGroup,
-        replica_group: dist.ProcessGroup,
-        is_primary: bool,
-        is_expert_primary: bool,
+        ep_group: ExpertParallelGroup | None,
+        stage_model: StageModel | None,
         broadcasts_buffers: bool,
-        ep_group: ExpertParallelGroup | None = None,
-        stage_model: StageModel | None = None,
-        stage: int = 0,
-        extra_group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__(module, data_group, is_primary=is_primary, broadcasts_buffers=broadcasts_buffers)
+        super().__init__(
+            module,
+            mesh.group("dp", "sp"),
+            is_primary=mesh.rank("dp", "sp", *mesh.extra_axes) == 0,
+            broadcasts_buffers=broadcasts_buffers,
+        )
         self._tp_group = tp_group
         self._tensor_rank = 0 if tp_group is None else tp_group.rank
         parameters = dict(module.named_parameters(remove_duplicate=False))
         self._parameter_names = frozenset(parameters)
         self._experts = frozenset(name for name, one in parameters.items() if shard_spec_of(one).is_expert)
-        self._is_expert_primary = is_expert_primary
+        self._is_expert_primary = mesh.rank("edp", "sp", *mesh.extra_axes) == 0
         self._ep_group = ep_group
         self._parallel_groups = [group for group in (tp_group, sp_group) if group is not None]
-        self._replica_group = replica_group
-        self._extra_group = extra_group
-        self.model_parallel_size = group_size(replica_group)
+        self._replica_group = mesh.control_group("pp", "sp", "tp")  # of the ranks that get the same batch
+        has_extra_axes = mesh.size(*mesh.extra_axes) > 1
+        self._extra_group = mesh.control_group(*mesh.extra_axes) if has_extra_axes else None
+        self.model_parallel_size = mesh.size("pp", "sp", "tp")
         self.tensor_parallel_size = 1 if tp_group is None else tp_group.size
         is_sharded = tp_group is not None or stage_model is not None or bool(self._experts)
         if is_sharded and hasattr(module, "save_pretrained"):
             module.save_pretrained = partial(_save_pretrained, module.save_pretrained)  # type: ignore[assignment, arg-type]
         self._stage_model = stage_model
-        self._stage = stage
+        self._stage = mesh.rank("pp")
         self.last_pipeline_run = None
         self.run_batch = None
         self._num_compared = self._num_losses = 0

@@ -13,7 +13,8 @@ from booster.comm import all_gather_bytes, all_reduce_sum, any_rank
 from booster.interface import TensorSlice
 from booster.plugins.low_level_zero.optimizer import ModelPart, NamedParameters, ZeroOptimizer, ZeroPendingGradients
 from booster.plugins.low_level_zero.reducer import GradientReducer
-from booster.plugins.sharding.optimizer import ShardedOptimizer, ShardedOptimizerState
+from booster.plugins.sharding.optimizer import ShardedOptimizer
+from booster.plugins.sharding.optimizer_state import ShardedOptimizerState
 
 from .pipeline_parallel.stage_module import StageModel
 

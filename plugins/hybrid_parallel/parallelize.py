@@ -44,21 +44,20 @@ from .tensor_parallel_nd.linear import make_grid_linear
 from .tensor_parallel_nd.plan import FEATURE_WISE, is_on_grid
 from .tensor_parallel_nd.stack import attach_grid_stack, take_own_examples
 from .tp_plan.attention_heads import owner_of
-from .tp_plan.plan import COLUMN_STYLES, ROW_STYLES, PlannedEntry, ShardedArgument, TensorParallelPlan
-from .tp_plan.validate import CLOSING_STYLES, OPEN_STYLES
+from .tp_plan.plan import (
+    CLOSING_STYLES,
+    COLUMN_STYLES,
+    FEATURE_STYLES,
+    OPEN_STYLES,
+    ROW_STYLES,
+    PlannedEntry,
+    ShardedArgument,
+    TensorParallelPlan,
+)
 
 
-def shard_argument(modules: Mapping[str, nn.Module], split: ShardedArgument, num_ranks: int, rank: int) -> None:
-    """Pass only this rank's heads of an argument to a module's forward, as for Bloom's position biases.
-
-    Args:
-        modules: The model's modules by name.
-        split: The argument and its module.
-        num_ranks: Number of ranks that share the heads.
-        rank: This rank among them.
-
-    Collective: no.
-    """
+def _shard_argument(modules: Mapping[str, nn.Module], split: ShardedArgument, num_ranks: int, rank: int) -> None:
+    """Pass only this rank's heads of an argument to a module's forward, as for Bloom's position biases."""
     unit_range = units_of_rank(split.block, num_ranks, rank)
     module = modules[split.module]
     position = list(inspect.signature(module.forward).parameters).index(split.argument)
@@ -105,24 +104,6 @@ def all_reduce_replicated_grad(parameter: nn.Parameter, group: dist.ProcessGroup
     Collective: no; every backward is, over the group.
     """
     _register_hook(parameter, partial(_all_reduced, group))
-
-
-def all_reduce_shared_grad(
-    parameter: nn.Parameter, shard_specs: Sequence[ShardSpec], rank: int, group: dist.ProcessGroup | None
-) -> None:
-    """All-reduce the gradients of elements that several ranks of a group hold, in every backward.
-
-    Args:
-        parameter: This rank's shard.
-        shard_specs: Shard specs of the parameter, one per rank.
-        rank: This rank in the group.
-        group: The process group; optional, defaults to the world group.
-
-    Collective: no; every backward is, over the group, also on ranks without shared elements.
-    """
-    slices = _shared_slices(shard_specs, rank)
-    if slices is not None:
-        _register_hook(parameter, partial(_all_reduced_slices, *slices, group))
 
 
 def _register_hook(parameter: nn.Parameter, hook: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -218,19 +199,19 @@ def parallelize(
     modules = dict(model.named_modules())
     # Name prefixes of the modules inside stacks, where each rank holds its own tokens.
     prefixes = tuple(f"{name}." for stack in plan.stacks for name in stack) if tp_group.shards_sequence else ()
-    swap = _ModuleSwap(modules, tp_group, prefixes, vocabulary_multiple, parallel_output)
     for entry in plan.entries:
         if grid is not None and is_on_grid(entry):
             _put_on_grid(modules[entry.name], entry, plan, grid)
         elif not entry.is_parameter and entry.style not in _UNSWAPPED_STYLES:
-            swap.apply(entry)
+            scatters = entry.name.startswith(prefixes)
+            _swap_forward(entry, modules, tp_group, vocabulary_multiple, gathers=not parallel_output, scatters=scatters)
     num_shards, index = (tp_group.size, tp_group.rank)
     if grid is not None:
         num_shards, index = grid.side, grid.coordinates[grid.shape.inner.features]
     for change in plan.attributes:
         setattr(modules[change.module], change.attribute, change.local_value(num_shards, index))
     for split in plan.arguments:
-        shard_argument(modules, split, num_shards, index)
+        _shard_argument(modules, split, num_shards, index)
     if grid is not None:
         _reduce_grads_on_grid(model, plan, grid)
         _divide_stacks(modules, plan, grid)
@@ -293,73 +274,62 @@ def _divide_stacks(modules: Mapping[str, nn.Module], plan: TensorParallelPlan, g
     modules[""].register_forward_hook(gather_returned_outputs)
 
 
-class _ModuleSwap:
-    def __init__(
-        self,
-        modules: Mapping[str, nn.Module],
-        tp_group: TensorParallelGroup,
-        sequence_parallel_prefixes: tuple[str, ...],
-        multiple: int,
-        parallel_output: bool,
-    ) -> None:
-        self._modules = modules
-        self._tp_group = tp_group
-        self._sequence_parallel_prefixes = sequence_parallel_prefixes
-        self._multiple = multiple
-        self._parallel_output = parallel_output
+def _swap_forward(
+    entry: PlannedEntry,
+    modules: Mapping[str, nn.Module],
+    tp_group: TensorParallelGroup,
+    multiple: int,
+    *,
+    gathers: bool,
+    scatters: bool,
+) -> None:
+    """Swap the forward of an entry's module.
 
-    def apply(self, entry: PlannedEntry) -> None:
-        module, tp_group, style = self._modules[entry.name], self._tp_group, entry.style
-        sizes = local_sizes(entry.blocks, tp_group.size) if entry.blocks else []
-        if style in COLUMN_STYLES:
-            make_column_parallel(
-                module,
-                tp_group,
-                sizes=sizes,
-                gathers_output=style == "colwise_gather_output",
-                is_input_gathered=tp_group.shards_sequence and entry.region != "",  # by the hook of its region
-                siblings=[self._modules[name] for name in entry.siblings],
-            )
-        elif style in ROW_STYLES:
-            scatters = entry.name.startswith(self._sequence_parallel_prefixes)
-            splits_input = style == "rowwise_split_input"
-            make_row_parallel(module, tp_group, sizes=sizes, splits_input=splits_input, scatters_sequence=scatters)
-        elif style == "vocab":
-            num_entries = sum(block.size for block in entry.blocks)
-            make_vocab_parallel_embedding(module, tp_group, vocab_size=num_entries, multiple=self._multiple)
-        elif style == "vocab_head":
-            num_entries = sum(block.size for block in entry.blocks)
-            make_vocab_parallel_head(
-                module,
-                tp_group,
-                vocab_size=num_entries,
-                multiple=self._multiple,
-                gathers_output=not self._parallel_output,
-            )
-        elif style in ("embedding_colwise", "embedding_colwise_gather_output"):
-            make_feature_parallel_embedding(module, tp_group, sizes=sizes, gathers_output=style != "embedding_colwise")
-        else:
-            self._apply_other(module, entry)
+    Args:
+        entry: The entry.
+        modules: The model's modules by name.
+        tp_group: The tensor-parallel group.
+        multiple: Multiple to which the vocabulary is padded.
+        gathers: If True, heads return the logits of all ranks.
+        scatters: If True, the module is inside of a stack with a sharded sequence.
+    """
+    module, style = modules[entry.name], entry.style
+    sizes = local_sizes(entry.blocks, tp_group.size) if entry.blocks else []
+    num_entries = sum(block.size for block in entry.blocks)  # of a vocabulary
+    if style in COLUMN_STYLES:
+        make_column_parallel(
+            module,
+            tp_group,
+            sizes=sizes,
+            gathers_output=style == "colwise_gather_output",
+            is_input_gathered=tp_group.shards_sequence and entry.region != "",  # by the hook of its region
+            siblings=[modules[name] for name in entry.siblings],
+        )
+    elif style in ROW_STYLES:
+        splits_input = style == "rowwise_split_input"
+        make_row_parallel(module, tp_group, sizes=sizes, splits_input=splits_input, scatters_sequence=scatters)
+    elif style == "vocab":
+        make_vocab_parallel_embedding(module, tp_group, vocab_size=num_entries, multiple=multiple)
+    elif style == "vocab_head":
+        make_vocab_parallel_head(module, tp_group, vocab_size=num_entries, multiple=multiple, gathers_output=gathers)
+    elif style in FEATURE_STYLES:
+        make_feature_parallel_embedding(module, tp_group, sizes=sizes, gathers_output=style != "embedding_colwise")
+    elif style == "mla_kv_a_proj":
+        make_latent_projection(module, tp_group, num_rotary=_num_rotary(modules[""]))
+    elif style == "dora":  # after the layer, whose entry comes first
+        owner = entry.name.partition(".lora_magnitude_vector.")[0]
+        make_parallel_dora(module, modules[f"{owner}.base_layer"])
+    else:
+        _MAKERS[style](module, tp_group)
 
-    def _apply_other(self, module: nn.Module, entry: PlannedEntry) -> None:
-        style = entry.style
-        if style == "mla_kv_a_proj":
-            make_latent_projection(module, self._tp_group, num_rotary=_num_rotary(self._modules[""]))
-            return
-        if style == "dora":  # after the layer, whose entry comes first
-            owner = entry.name.partition(".lora_magnitude_vector.")[0]
-            make_parallel_dora(module, self._modules[f"{owner}.base_layer"])
-            return
-        makers: dict[str, Callable[[nn.Module, TensorParallelGroup], None]] = {
-            "replicated_dropout": make_replicated_dropout,
-            "sharded_dropout": make_sharded_dropout,
-            "moe_tp_experts": make_sharded_experts,
-            "moe_identity_expert": make_identity_expert,
-            "all_reduce": make_output_all_reduce,
-        }
-        if style not in makers:
-            raise AssertionError(f"check_plan() let the style {style!r} pass")
-        makers[style](module, self._tp_group)
+
+_MAKERS: Mapping[str, Callable[[nn.Module, TensorParallelGroup], None]] = {
+    "replicated_dropout": make_replicated_dropout,
+    "sharded_dropout": make_sharded_dropout,
+    "moe_tp_experts": make_sharded_experts,
+    "moe_identity_expert": make_identity_expert,
+    "all_reduce": make_output_all_reduce,
+}
 
 
 def _num_rotary(model: nn.Module) -> int:
@@ -389,7 +359,9 @@ def _register_grad_all_reduces(
     for name, parameter in model.named_parameters():
         rank_specs = shard_specs[name]
         if not rank_specs[0].is_unsharded:
-            all_reduce_shared_grad(parameter, rank_specs, tp_group.rank, tp_group.group)
+            slices = _shared_slices(rank_specs, tp_group.rank)
+            if slices is not None:
+                _register_hook(parameter, partial(_all_reduced_slices, *slices, tp_group.group))
         elif (
             name.rpartition(".")[0] in partial_names
             or name in partial_names

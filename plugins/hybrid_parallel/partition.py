@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 from booster.comm import check_same_across_ranks, real_tensors
 from booster.core.layer_stacks import find_stacks
 from booster.errors import ConfigError
-from booster.interface import ShardSpec
+from booster.interface import ShardSpec, set_shard_spec, shard_spec_of
 from booster.logger import log_rank_zero
 from booster.plugins.sharding.deferred_init import Materializer
+from booster.pytree import copy_with_tensors
 
 from .activation_checkpointing import check_stacks, checkpoint_layers
 from .config import HybridConfig
@@ -24,31 +25,39 @@ from .expert_parallel.plan import ExpertPlan, find_experts
 from .expert_parallel.shared_experts import overlap_shared_experts
 from .mesh import HybridMesh
 from .parallelize import parallelize
-from .pipeline_parallel.deferred_wgrad import DeferredWeightGrads, defer_weight_gradients
-from .pipeline_parallel.shard_params import shard_parameters
-from .pipeline_parallel.stage_forward import StagePartition
+from .pipeline_parallel.placeholders import drop_tensors, replace_by_meta
 from .pipeline_parallel.stage_module import StageModel, build_stage, install_chunk_forward
 from .pipeline_parallel.stage_partition.balance import partition_layers
 from .pipeline_parallel.stage_partition.partition import choose_stage_plan, explain_stages
+from .pipeline_parallel.stage_partition.stage_plan import StagePartition
 from .sequence_parallel.attention_dispatch import use_sequence_attention
 from .sequence_parallel.group import SequenceParallelGroup
 from .sequence_parallel.layer_stack import attach_stack, check_only_attention_mixes_tokens
 from .sequence_parallel.recorded_outputs import gather_returned_outputs
 from .sequence_parallel.splitters import SequenceAxisSplitter
 from .sequence_parallel.token_parallel_logits import share_head
+from .tensor_parallel.deferred_wgrad import DeferredWeightGrads
 from .tensor_parallel.group import TensorParallelGroup
+from .tensor_parallel.linear import defer_weight_gradients
 from .tensor_parallel.random_functions import intercept_random_functions
 from .tensor_parallel.shard_spec import sharded_spec, vocabulary_spec
 from .tensor_parallel_nd.grid import TensorGrid, TensorGridShape
 from .tensor_parallel_nd.plan import activation_shapes, grid_spec, is_on_grid, plan_for_grid, verify_examples
 from .tp_plan.annotations import marked_placements
-from .tp_plan.plan import COLUMN_STYLES, ROW_STYLES, PlannedEntry, TensorParallelPlan, explain, generalize
+from .tp_plan.plan import (
+    CLOSING_STYLES,
+    COLUMN_STYLES,
+    FEATURE_STYLES,
+    OPEN_STYLES,
+    ROW_STYLES,
+    SHARDED_STYLES,
+    VOCABULARY_STYLES,
+    PlannedEntry,
+    TensorParallelPlan,
+    explain,
+    generalize,
+)
 from .tp_plan.resolve import choose_plan
-from .tp_plan.validate import CLOSING_STYLES, OPEN_STYLES
-
-_VOCABULARY_STYLES = frozenset({"vocab", "vocab_head"})
-_FEATURE_STYLES = frozenset({"embedding_colwise", "embedding_colwise_gather_output"})
-_SHARDED_STYLES = COLUMN_STYLES | ROW_STYLES | _VOCABULARY_STYLES | _FEATURE_STYLES
 
 
 def planned_shard_specs(
@@ -103,7 +112,7 @@ def _planned_parameters(
             module_name, _, own_name = entry.name.rpartition(".")
             yield entry.name, modules[module_name]._parameters[own_name], entry, "weight"  # type: ignore[misc]
             continue
-        if entry.style not in _SHARDED_STYLES and not is_on_grid(entry):
+        if entry.style not in SHARDED_STYLES and not is_on_grid(entry):
             continue  # the style covers a subtree, whose parameters may have their own entries
         for own_name, parameter in modules[entry.name].named_parameters(recurse=False):
             yield f"{entry.name}.{own_name}", parameter, entry, own_name
@@ -113,12 +122,106 @@ def _shard_spec(
     entry: PlannedEntry, own_name: str, parameter: nn.Parameter, num_ranks: int, rank: int, multiple: int
 ) -> ShardSpec:
     shape, style, is_bias = tuple(parameter.shape), entry.style, own_name == "bias"
-    if style in _VOCABULARY_STYLES:
+    if style in VOCABULARY_STYLES:
         return vocabulary_spec(shape, multiple, num_ranks, rank)
-    is_sharded = entry.is_parameter or style in COLUMN_STYLES or (style in ROW_STYLES | _FEATURE_STYLES and not is_bias)
+    is_sharded = entry.is_parameter or style in COLUMN_STYLES or (style in ROW_STYLES | FEATURE_STYLES and not is_bias)
     if not is_sharded or not entry.blocks:
         return ShardSpec.unsharded(shape, is_primary=rank == 0)
     return sharded_spec(shape, 0 if is_bias else entry.dim, entry.blocks, num_ranks, rank)
+
+
+@torch.no_grad()
+def _shard_parameters(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    shard_specs: Mapping[str, ShardSpec],
+    materializer: Materializer,
+    absent_ids: Collection[int],
+) -> dict[str, nn.Parameter]:
+    """Materialize every parameter and keep this rank's shard of it, but none of modules of `absent_ids`.
+
+    Lazy and meta parameters are materialized module by module, so that the unsharded parameters of at most one module
+    are in memory at a time. States of the optimizer are sharded as well.
+
+    Returns:
+        The model's parameters by name, tied ones once. Those of absent modules only are on the meta device, and are
+        removed from the optimizer's param groups.
+
+    Collective: yes.
+    """
+    materializer.sync_initialized()
+    if optimizer is not None and optimizer.state:
+        optimizer.load_state_dict(optimizer.state_dict())  # moves every state to its parameter's device
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    held = {
+        names[id(parameter)]
+        for module in model.modules()
+        if id(module) not in absent_ids
+        for parameter in module.parameters(recurse=False)
+    }
+    before = dict(model.named_parameters())
+    after: dict[str, nn.Parameter] = {}
+    placeholders: dict[int, nn.Parameter] = {}
+    dropped: list[nn.Parameter] = []  # keeps the objects alive, so that their ids stay unique
+    for module in model.modules():
+        own = [names[id(one)] for one in module.parameters(recurse=False)]
+        materializer.fill([module])
+        found = dict(zip(own, module.parameters(recurse=False), strict=True))
+        for name, parameter in found.items():
+            names[id(parameter)] = name
+            if name in held and name not in after:
+                _shard_parameter(parameter, shard_specs[name], optimizer)
+                after[name] = parameter
+        if id(module) in absent_ids:
+            replace_by_meta(module, placeholders)
+            for name, parameter in found.items():
+                if name not in held:
+                    after.setdefault(name, placeholders[id(parameter)])
+                    parameter.data, parameter.grad = parameter.data.new_empty(0), None  # other references may remain
+                    dropped.append(parameter)
+    # Only after all modules: materializing an ancestor may initialize all of its descendants.
+    for module in model.modules():
+        if id(module) in absent_ids:
+            drop_tensors(module)
+    after = {name: after[name] for name in before}
+    if optimizer is not None:
+        _repoint_optimizer(optimizer, before, after, held)
+    return after
+
+
+@torch.no_grad()
+def _shard_parameter(parameter: nn.Parameter, shard_spec: ShardSpec, optimizer: Optimizer | None = None) -> None:
+    """Keep the shard of a parameter that its spec describes, in place, and of its optimizer state."""
+    if not shard_spec.is_unsharded:
+        parameter.data = shard_spec.shard(parameter.data)
+        parameter.grad = None
+        state = {} if optimizer is None else optimizer.state.get(parameter, {})
+        for key, value in list(state.items()):
+            state[key] = copy_with_tensors(lambda tensor: _shard_state(tensor, shard_spec), value)
+    set_shard_spec(parameter, shard_spec)
+
+
+def _shard_state(tensor: torch.Tensor, shard_spec: ShardSpec) -> torch.Tensor:
+    return shard_spec.shard(tensor) if tensor.shape == shard_spec.logical_shape else tensor.detach().clone()
+
+
+def _repoint_optimizer(
+    optimizer: Optimizer,
+    before: Mapping[str, nn.Parameter],
+    after: Mapping[str, nn.Parameter],
+    held: Collection[str],
+) -> None:
+    """Point an optimizer at the replaced parameters, and drop those that this rank does not hold."""
+    names = {id(parameter): name for name, parameter in before.items()}
+    for group in optimizer.param_groups:
+        group["params"][:] = [after[names[id(one)]] for one in group["params"] if names[id(one)] in held]
+    for old in [one for one in optimizer.state if id(one) in names]:
+        name = names[id(old)]
+        if name not in held:
+            del optimizer.state[old]
+        elif after[name] is not old:
+            optimizer.state[after[name]] = optimizer.state.pop(old)
+    assert all(shard_spec_of(after[name]).local_shape == tuple(after[name].shape) for name in held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,15 +347,7 @@ class ModelPartitioner:
         pipeline, stage_partition = self._arguments.pipeline, self.stage_partition(model)
         if pipeline is None or stage_partition is None:
             return table
-        stages = explain_stages(
-            model,
-            stage_partition.plan,
-            stage_partition.bounds,
-            stage_partition.schedule,
-            stage_partition.num_stages,
-            stage_partition.num_chunks,
-            pipeline.num_microbatches,
-        )
+        stages = explain_stages(model, stage_partition, pipeline.num_microbatches)
         return f"{stages}\n\n{table}" if self.tp_group is not None or experts is not None else stages
 
     def _activations(self, model: nn.Module, plan: TensorParallelPlan, batch_size: int) -> str:
@@ -284,7 +379,7 @@ class ModelPartitioner:
             return None
         plan = choose_stage_plan(model, split=pipeline.split, execution_sequence=pipeline.execution_sequence)
         bounds = partition_layers(model, plan, pipeline.num_positions, pipeline.num_layers_per_stage)
-        return StagePartition(plan, bounds, pipeline.schedule, pipeline.num_stages, pipeline.num_chunks)
+        return StagePartition(plan, bounds, pipeline.schedule, pipeline.pp_size, pipeline.num_model_chunks)
 
     def check(self, model: nn.Module) -> PartitionPlan:
         """Plan the partition of a model, and check everything about it that this rank can check alone.
@@ -326,16 +421,19 @@ class ModelPartitioner:
             self.ep_group = replace(self.ep_group, loads={})  # loads are of one model
         shard_specs = self.shard_specs(model, plan)
         local_specs = self._local_specs(model, shard_specs, experts)
-        materializer = Materializer(model, self._device, param_init_fn=None, sync=True)
+
+        def shard(specs: Mapping[str, ShardSpec], absent_ids: Collection[int] = ()) -> dict[str, nn.Parameter]:
+            materializer = Materializer(model, self._device, param_init_fn=None, sync=True)
+            return _shard_parameters(model, optimizer, specs, materializer, absent_ids)
+
         if stage_partition is None:
-            shard_parameters(model, optimizer, local_specs, materializer)
+            shard(local_specs)
             self._parallelize(model, plan, shard_specs)
             self._parallelize_experts(model, experts)
             return None
-        stage_model = build_stage(
-            model, optimizer, local_specs, materializer, stage_partition, self._stage, self._device
-        )
-        held = self._modules_held(model, stage_partition)
+        stage_model = build_stage(model, optimizer, local_specs, stage_partition, self._stage, self._device, shard)
+        stages = stage_partition.module_stages(model)
+        held = {name for name, module in model.named_modules() if self._stage in stages[id(module)]}
         stage_specs = {name: shard_specs[logical] for name, logical in stage_model.logical_names.items()}
         self._parallelize(model, self._stage_plan(plan, stage_partition, held), stage_specs)
         self._parallelize_experts(model, experts, held)
@@ -343,11 +441,6 @@ class ModelPartitioner:
             defer_weight_gradients(model, self.weight_gradients)
         install_chunk_forward(model, stage_model, self._stage)
         return stage_model
-
-    def _modules_held(self, model: nn.Module, stage_partition: StagePartition) -> set[str]:
-        """Return the names of this stage's modules."""
-        stages = stage_partition.module_stages(model)
-        return {name for name, module in model.named_modules() if self._stage in stages[id(module)]}
 
     def _stage_plan(
         self, plan: TensorParallelPlan, stage_partition: StagePartition, held: Collection[str]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import GradientEdge
 from torch.distributed import DebugLevel, get_debug_level  # type: ignore[attr-defined]  # no __all__ there
 
 from booster.comm import (
@@ -31,16 +32,17 @@ from booster.plugins.low_level_zero.optimizer import ZeroOptimizer
 from booster.pytree import iter_tensors, map_tensors
 from booster.rng_state import fork_rng_state, get_rng_state, set_rng_state
 
-from .captured_outputs import captures
 from .mesh import AXES, HybridMesh
 from .model import HybridModel
 from .pipeline_parallel.config import PipelineArguments
-from .pipeline_parallel.deferred_wgrad import DeferredWeightGrads
 from .pipeline_parallel.microbatch import BatchConsistency, Microbatch, PipelineRun, fetch, join_outputs, split_batch
-from .pipeline_parallel.p2p import LinkPeer, ReceivedActivation, SentActivation, StageP2P
+from .pipeline_parallel.p2p import LinkPeer, ReceivedActivation, StageP2P
 from .pipeline_parallel.schedules import ActionKind, StageAction
-from .pipeline_parallel.stage_forward import StageActivation, StagePartition
+from .pipeline_parallel.schedules.communication import stages_by_position
 from .pipeline_parallel.stage_module import StageModel
+from .pipeline_parallel.stage_partition.stage_plan import StagePartition
+from .sequence_parallel.recorded_outputs import captures
+from .tensor_parallel.deferred_wgrad import DeferredWeightGrads
 
 _KINDS = {
     ActionKind.FORWARD: "forward",
@@ -54,7 +56,7 @@ class _InFlightMicrobatch:
     """State of a microbatch between its forward and its backward through a model chunk."""
 
     received: ReceivedActivation | None
-    sent: SentActivation | None
+    sent: Sequence[GradientEdge] | None
     loss: torch.Tensor | None
 
 
@@ -214,25 +216,23 @@ class PipelineRuntime:
         microbatch = self._microbatches[step.action.microbatch]
         received = None if step.receives is None else self._p2p.recv_output(step.receives)
         self._reduce_if_last(step)
-        boundary_in = None if received is None else StageActivation.from_tree(received.tree)
         check = (chunk.position, self._model.training)
         # The first forward of a chunk needs a graph, which `check_independent` examines.
         with nullcontext() if check in self._checked else torch.enable_grad():
-            boundary, outputs = self._model.run_chunk(chunk, boundary_in, microbatch.batch)
+            activation = None if received is None else received.tree
+            boundary, outputs = self._model.run_chunk(chunk, activation, microbatch.batch)
             loss = None if boundary is not None else self._loss_of(outputs, step.action.microbatch)
             if check not in self._checked:
                 results = [loss] if loss is not None else []
-                results += iter_tensors(outputs if boundary is None else boundary.to_tree())
+                results += iter_tensors(outputs if boundary is None else boundary)
                 self._model.check_independent(results)
                 self._checked.add(check)
         trains = torch.is_grad_enabled()
         live = _InFlightMicrobatch(received if trains else None, None, loss if trains else None)
         if boundary is not None:
             assert step.sends is not None
-            tree = boundary.to_tree()
-            if not trains:
-                tree = map_tensors(torch.Tensor.detach, tree)
-            live.sent = self._p2p.send_output(step.sends, tree)
+            sent = boundary if trains else map_tensors(torch.Tensor.detach, boundary)
+            live.sent = self._p2p.send_output(step.sends, sent)
         elif self._keeps_outputs:
             self._current.outputs[step.action.microbatch] = map_tensors(torch.Tensor.detach, outputs)
         if trains:
@@ -264,8 +264,8 @@ class PipelineRuntime:
             elif live.sent is not None and step.receives is not None:
                 gradients = self._p2p.recv_gradients(step.receives)
                 self._reduce_if_last(step)
-                if live.sent.edges:
-                    torch.autograd.backward(live.sent.edges, gradients)
+                if live.sent:
+                    torch.autograd.backward(live.sent, gradients)
         if step.sends is not None:
             assert live.received is not None
             self._p2p.send_gradients(step.sends, live.received)
@@ -392,7 +392,7 @@ def build_runtime(
             stage,
             ends,
             device,
-            caches_specs=arguments.caches_metadata,
+            caches_specs=arguments.enable_metadata_cache,
             is_ordered=is_ordered,
         ),
         BatchConsistency(mesh.control_group(*AXES), mesh.rank("dp")),
@@ -409,13 +409,13 @@ def _is_ordered(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def _link_ends(mesh: HybridMesh, division: StagePartition, *, is_ordered: bool) -> LinkPeer:
+def _link_ends(mesh: HybridMesh, partition: StagePartition, *, is_ordered: bool) -> LinkPeer:
     """Return the groups of links; see Note [Ordered links].
 
     On the CPU they need a group of their own, as torch counts the operations of a group: messages of gloo by its tags,
     all operations in TORCH_DISTRIBUTED_DEBUG=DETAIL.
     """
-    stage, stages = mesh.rank("pp"), range(division.num_stages)
+    stage, stages = mesh.rank("pp"), range(partition.num_stages)
     earlier = later = mesh.subgroup("pp", stages)
     if is_ordered:
         later = mesh.subgroup("pp", stages) if get_debug_level() == DebugLevel.DETAIL else mesh.group("pp")
@@ -424,13 +424,13 @@ def _link_ends(mesh: HybridMesh, division: StagePartition, *, is_ordered: bool) 
         return later if sender < receiver else earlier, sender if stage == receiver else receiver
 
     if is_ordered and not is_fake_world():
-        _connect(ends, stage, division)
+        _connect(ends, stage, partition)
     return ends
 
 
-def _connect(ends: LinkPeer, stage: int, division: StagePartition) -> None:
+def _connect(ends: LinkPeer, stage: int, partition: StagePartition) -> None:
     """Send a number over each link in a common order: nccl connects two ranks at their first message."""
-    stages = [division.schedule.place(position, division.num_stages)[0] for position in range(len(division.bounds) - 1)]
+    stages = stages_by_position(partition.schedule, partition.num_stages, partition.num_chunks)
     pairs = {pair for pair in pairwise(stages) if pair[0] != pair[1]}
     for sender, receiver in sorted(pairs | {(second, first) for first, second in pairs}):
         group, peer = ends(sender, receiver)

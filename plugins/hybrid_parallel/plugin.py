@@ -21,7 +21,7 @@ from booster.logger import log_rank_zero
 from booster.moe.balance import balance_globally
 from booster.plugins.base import WrappedPair, check_memory_is_apart, refuse_quantized_weights
 from booster.plugins.low_level_zero.optimizer import ZeroOptimizer
-from booster.plugins.sharding.config import ShardGroups, WeightPrecision
+from booster.plugins.sharding.config import ShardGroups
 from booster.plugins.sharding.elementwise import require_elementwise
 from booster.plugins.sharding.plugin import ShardedPlugin
 from booster.plugins.sync_batch_norm import convert_batch_norm
@@ -288,7 +288,7 @@ class HybridParallelPlugin(ShardedPlugin):
         pipeline = self._config.pipeline
         if pipeline is None:
             return True
-        end = pipeline.schedule.place(pipeline.num_positions - 1, pipeline.num_stages)
+        end = pipeline.schedule.place(pipeline.num_positions - 1, pipeline.pp_size)
         return end[0] == self._mesh.rank("pp")
 
     @property
@@ -372,17 +372,12 @@ class HybridParallelPlugin(ShardedPlugin):
         tied_groups = mesh.subgroups("pp", () if stage_model is None else stage_model.holders.values())
         boosted = HybridModel(
             model,
+            mesh,
             tp_group=self._partitioner.tp_group,
             sp_group=self._partitioner.sp_group,
-            data_group=mesh.group("dp", "sp"),
-            replica_group=mesh.control_group("pp", "sp", "tp"),
-            is_primary=mesh.rank("dp", "sp", *mesh.extra_axes) == 0,
-            is_expert_primary=mesh.rank("edp", "sp", *mesh.extra_axes) == 0,
-            broadcasts_buffers=config.broadcast_buffers and mesh.size("dp", "sp") > 1,
             ep_group=self._partitioner.ep_group,
             stage_model=stage_model,
-            stage=mesh.rank("pp"),
-            extra_group=mesh.control_group(*mesh.extra_axes) if mesh.size(*mesh.extra_axes) > 1 else None,
+            broadcasts_buffers=config.broadcast_buffers and mesh.size("dp", "sp") > 1,
         )
         wrapped = None
         if optimizer is not None:
@@ -397,7 +392,6 @@ class HybridParallelPlugin(ShardedPlugin):
                 self._shard_groups("dp"),
                 expert_groups=self._shard_groups("edp") if config.ep_size > 1 else None,
                 part=part,
-                loss_scaler=self._config.new_loss_scaler(),
                 is_primary=mesh.rank("dp", "sp", "pp", *mesh.extra_axes) == 0,
             )
         if stage_model is not None and config.pipeline is not None:
@@ -405,10 +399,7 @@ class HybridParallelPlugin(ShardedPlugin):
             runtime = build_runtime(boosted, stage_model, config.pipeline, mesh, self._device, weight_gradients)
             boosted.run_batch = runtime.run
             cast_absent_tensors(model, config.dtype)
-        if config.dtype is not None:
-            precision = WeightPrecision(config.dtype, cast_inputs=config.cast_inputs)
-            precision.cast(model)  # frozen parameters and buffers; the others are cast already
-            boosted.precision = precision
+        config.set_precision(boosted, cast_inputs=config.cast_inputs)
         if optimizer is not None or mesh.size("dp", "sp") > 1:
             refuse_plain_training(boosted, untrained=model.parameters() if optimizer is None else ())
         return boosted, wrapped
@@ -464,7 +455,7 @@ class HybridParallelPlugin(ShardedPlugin):
     def representative_ranks(self) -> list[int]:
         num_stages = self._config.pp_size
         stages = list(range(num_stages))
-        if self._config.num_layers_per_stage is None and self._config.split is None:
+        if self._config.stages.num_layers_per_stage is None and self._config.stages.split is None:
             # Stages in the middle hold as many layers as the second one, and activations of no more microbatches.
             stages = sorted({0, min(1, num_stages - 1), num_stages - 1})
         return [self._mesh.rank_at(dp=0, pp=stage, sp=0, tp=0) for stage in stages]
@@ -477,7 +468,7 @@ class HybridParallelPlugin(ShardedPlugin):
         number = run.num_microbatches
         gradients = backward / number / 2  # those of the inputs cost as much as those of the weights
         costs = Costs(forward=forward / number, backward_input=gradients, weight=gradients, message=message)
-        return simulate(arguments.schedule, arguments.num_stages, number, arguments.num_chunks, costs).length
+        return simulate(arguments.schedule, arguments.pp_size, number, arguments.num_model_chunks, costs).length
 
     def layer_divisor(self) -> int:
         return 1 if self._config.pipeline is None else self._config.pipeline.num_positions

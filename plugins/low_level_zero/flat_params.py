@@ -118,11 +118,9 @@ class FlatLayout:
     def __init__(self, shapes: Sequence[Sequence[int]], num_shards: int, max_bucket_numel: int) -> None:
         self.num_shards = num_shards
         self.param_ranges: list[ParamRange] = []
-        self.padding: list[tuple[int, int]] = []
         used = 0
         for shape in shapes:
             start = -(-used // _PARAM_ALIGNMENT) * _PARAM_ALIGNMENT
-            self._pad(used, start)
             used = start + math.prod(shape)
             self.param_ranges.append(ParamRange(tuple(shape), start, used))
         unit = num_shards * _ALIGNMENT
@@ -131,7 +129,9 @@ class FlatLayout:
         # Equal sizes: a small last bucket would cost a separate message.
         cuts = [unit * (num_units * index // max(1, num_buckets)) for index in range(num_buckets + 1)]
         self.numel = num_units * unit
-        self._pad(used, self.numel)
+        starts = [*(one.start for one in self.param_ranges), self.numel]
+        stops = [0, *(one.stop for one in self.param_ranges)]
+        self.padding = [(stop, start) for stop, start in zip(stops, starts, strict=True) if stop < start]
         self.shard_numel = self.numel // num_shards
         self.buckets = [Bucket(cuts[i], cuts[i + 1], num_shards) for i in range(num_buckets)]
 
@@ -150,10 +150,6 @@ class FlatLayout:
             for start, stop in self.padding
             if max(start, bucket.start) < min(stop, bucket.stop)
         ]
-
-    def _pad(self, start: int, stop: int) -> None:
-        if start < stop:
-            self.padding.append((start, stop))
 
     def owned_ranges(self, rank: int) -> list[OwnedRange]:
         """Return the ranges that a rank owns, in bucket order."""

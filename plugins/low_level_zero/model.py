@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,22 +14,18 @@ from torch.overrides import TorchFunctionMode
 
 from booster.comm import AllGather, start_all_gather
 from booster.core.compiling import is_compiled_layer, not_compiled
-from booster.errors import ConfigError
-from booster.interface import ModelWrapper, TensorSlice
+from booster.interface import ModelWrapper
+from booster.plugins.base import refuse_conversion
 from booster.plugins.sharding.buffer_pool import broadcast_coalesced
 
 from .grad_bucket import GradientBucket
 
 
 class ParamAllGather:
-    """All-gather of the weights after a step.
-
-    Args:
-        buckets: All buckets in the order of backward; forward needs them in reverse order.
-    """
+    """All-gather of the weights after a step, of all buckets, which are given in the order of backward."""
 
     def __init__(self, buckets: Sequence[GradientBucket]) -> None:
-        self._buckets = buckets[::-1]
+        self._buckets = buckets[::-1]  # the order of forward
         self._in_flight: dict[int, AllGather] = {}
         self._needed: dict[int, list[int]] = {}
 
@@ -66,9 +62,6 @@ class WaitForParams(TorchFunctionMode):
 
     Module hooks are not enough: a module may read the weights of another one that is never called, as
     `nn.MultiheadAttention` reads those of its `out_proj`.
-
-    Args:
-        all_gather: All-gathers in flight.
     """
 
     def __init__(self, all_gather: ParamAllGather) -> None:
@@ -153,40 +146,15 @@ class ZeroModel(ModelWrapper):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelWrapper:
         """Return a copy without an optimizer, for example for weight averaging."""
-        self.wait_for_weights()
-        copied = ModelWrapper(copy.deepcopy(self.module, memo), is_primary=self._is_primary)
+        copied = ModelWrapper(copy.deepcopy(self.unwrap(), memo), is_primary=self._is_primary)
         copied.precision = self.precision
         return copied.train(self.training)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ZeroModel:
-        for parameter in self.module.parameters():
-            probe = fn(torch.zeros((), dtype=parameter.dtype, device=parameter.device))
-            if probe.dtype != parameter.dtype or probe.device != parameter.device:
-                raise ConfigError(
-                    f"the boosted model was to become {probe.dtype} on {probe.device}, by .to(), .half() or the like,"
-                    f" and is {parameter.dtype} on {parameter.device}, where its optimizer has it: do it before boost()"
-                )
+        refuse_conversion(self.module, fn, "optimizer has it")
         super()._apply(fn, recurse)
         return self
 
     def unwrap(self) -> nn.Module:
         self.wait_for_weights()
         return super().unwrap()
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        self.wait_for_weights()
-        return super().named_parameters(prefix, recurse, remove_duplicate)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        self.wait_for_weights()
-        return super().state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        self.wait_for_weights()
-        return super().load_state_dict(state_dict, strict, assign)
-
-    def tensor_slices(self) -> list[TensorSlice]:
-        self.wait_for_weights()
-        return super().tensor_slices()

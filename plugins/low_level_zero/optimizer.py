@@ -13,14 +13,10 @@ from torch.optim import Optimizer
 from booster.comm import group_size
 from booster.core.shard_aware import shard_state
 from booster.errors import CheckpointError
-from booster.interface import LossScaler, Shard, Shards, shard_spec_of
+from booster.interface import Shard, Shards, shard_spec_of
 from booster.plugins.sharding.config import ShardGroups, ZeroConfig
-from booster.plugins.sharding.optimizer import (
-    ShardedOptimizer,
-    ShardedOptimizerState,
-    ShardedPendingGradients,
-    replaced_memory_error,
-)
+from booster.plugins.sharding.optimizer import ShardedOptimizer, replaced_memory_error
+from booster.plugins.sharding.optimizer_state import ShardedOptimizerState, ShardedPendingGradients
 from booster.plugins.sharding.step_in_parts import Arrival
 
 from .flat_params import FlatGroup
@@ -112,7 +108,6 @@ class ZeroOptimizer(ShardedOptimizer):
         expert_groups: The same for the experts of expert parallelism (`ShardSpec.is_expert`), which fewer ranks hold.
             Their gradients are summed over those; each rank's are of the tokens of all ranks that share the experts.
         part: Part of the model that this rank holds; optional, defaults to all of it.
-        loss_scaler: Loss scaler for fp16; optional, defaults to no scaling.
         is_primary: If True, this rank saves what is equal on all ranks.
     """
 
@@ -127,22 +122,19 @@ class ZeroOptimizer(ShardedOptimizer):
         *,
         expert_groups: ShardGroups | None = None,
         part: ModelPart | None = None,
-        loss_scaler: LossScaler | None = None,
         is_primary: bool = True,
     ) -> None:
         super().__init__(
             optim,
             model,
-            data_parallel_group=groups.data_parallel_group,
-            shard_group=groups.shard_group,
-            grad_norm_group=groups.grad_norm_group,
+            groups,
             updates_on_host=config.cpu_offload,
             clip=config.clip,
-            loss_scaler=loss_scaler,
+            loss_scaler=config.new_loss_scaler(),
             is_primary=is_primary,
         )
         self._config = config
-        self._groups, self._expert_groups = groups, expert_groups or groups
+        self._expert_groups = expert_groups or groups
         self._part = ModelPart() if part is None else part
         self._flat_groups: list[FlatGroup] = []
         for index in range(len(optim.param_groups)):
@@ -286,13 +278,9 @@ class ZeroOptimizer(ShardedOptimizer):
 
     def _update_parameters(self) -> None:
         self._fetch_weights()
-        self._is_stepping = True
-        try:
-            self._run_on_all_ranks(self._step_shards)
-        finally:
-            self._is_stepping = False
-        if self._accumulation.num_backwards == 0:
-            return
+        super()._update_parameters()
+
+    def _finish_step(self) -> None:
         self._restore_memory()
         self._publish_weights(are_weights_written=self._accumulation.factors is not None)
 
@@ -349,21 +337,10 @@ class ZeroOptimizer(ShardedOptimizer):
         return self._expert_groups if is_expert else self._groups
 
     def local_gradients(self) -> dict[str, torch.Tensor]:
-        """Return this rank's unreduced, scaled gradients by name, in the parameters' shapes."""
         found = {one.name: one.local for one in self._reducer.param_grads}
         return {name: gradient for name, gradient in found.items() if gradient is not None}
 
     def reduced_gradients(self, allocate: Collection[str] | None = None) -> list[tuple[Shard, torch.Tensor]]:
-        """Return the reduced gradients, summed over the ranks, shard by shard, without a copy.
-
-        Those that are summed over replicas already are returned on the primary one, and zeros on the others.
-
-        Args:
-            allocate: If given, drop all gradients and allocate zeros for these parameters, for the caller to fill.
-
-        Without `allocate`, collective over the data-parallel ranks. With it, no communication; all ranks must pass the
-        same names.
-        """
         if allocate is None:
             self._reducer.sync_used_params()
         else:
@@ -372,14 +349,13 @@ class ZeroOptimizer(ShardedOptimizer):
         for bucket in self._reducer.buckets:
             sums = bucket.grad_shard
             if sums is not None and bucket.is_summed and not bucket.group.groups.is_primary:
-                sums = torch.zeros_like(sums)
+                sums = torch.zeros_like(sums)  # summed over the replicas already, and returned on the primary one
             if sums is not None:
                 used = (owned for param_grad, owned in bucket.owned if param_grad.is_used)
                 found += [(owned.shard, sums[owned.range.range_in_shard]) for owned in used]
         return found
 
     def set_local_gradient(self, name: str, gradient: torch.Tensor) -> None:
-        """Set this rank's unreduced gradient of a parameter."""
         param_grad = next(param_grad for param_grad in self._reducer.param_grads if param_grad.name == name)
         self._reducer.set_local(param_grad, gradient)
 

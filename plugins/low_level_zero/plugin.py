@@ -5,28 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from booster.comm import broadcast, group_size, new_cpu_group, new_mesh, timeout_scope
+from booster.comm import broadcast, timeout_scope
 from booster.compatibility import takes_foreign
 from booster.core.plain_torch import refuse_plain_training
 from booster.errors import ConfigError
 from booster.lazy_init import check_materialized, move_to_device
 from booster.logger import log_rank_zero
 from booster.plugins.base import WrappedPair, check_memory_is_apart
-from booster.plugins.sharding.config import ShardGroups, WeightPrecision, ZeroConfig
+from booster.plugins.sharding.config import ShardGroups, ZeroConfig
 from booster.plugins.sharding.elementwise import require_elementwise
-from booster.plugins.sharding.plugin import ShardedPlugin
+from booster.plugins.sharding.plugin import ReplicatedPlugin
 from booster.plugins.sync_batch_norm import convert_batch_norm
 
 from .model import ZeroModel
 from .optimizer import ZeroOptimizer
 
 
-class LowLevelZeroPlugin(ShardedPlugin):
+class LowLevelZeroPlugin(ReplicatedPlugin):
     """ZeRO stages 1 and 2: every rank holds all weights and updates its shard of them.
 
     Memory per rank of P, N parameters with Adam: fp32 4N weights + 4N (stage 1) or 4N/P (stage 2) gradients + 8N/P
@@ -110,25 +108,13 @@ class LowLevelZeroPlugin(ShardedPlugin):
         given = dict(locals())
         super().__init__()
         self._set_config(ZeroConfig, given)
-        # Neighbouring ranks share the shards, because they are likely to be on one machine.
-        self._mesh = new_mesh(self._device.type, (extra_dp_size, group_size() // extra_dp_size), ("replica", "shard"))
-        self._control_group = None if self._device.type == "cpu" else new_cpu_group()
+        self._make_groups(extra_dp_size)
         if cpu_offload and self._device.type == "cpu":
             log_rank_zero("cpu_offload=True changes nothing: weights and states are in host memory already")
-
-    def _groups(self) -> list[dist.ProcessGroup | None]:
-        return [*self._mesh.get_all_groups(), self._control_group]
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        return self._mesh
 
     @property
     def zero_stage(self) -> int:
         return self._config.stage
-
-    def axis_sizes(self) -> dict[str, int]:
-        return {"replica": self._mesh.size(0), "shard": self._mesh.size(1)}
 
     def check(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         check_materialized(model)
@@ -157,26 +143,12 @@ class LowLevelZeroPlugin(ShardedPlugin):
         boosted = ZeroModel(model, None, is_primary=is_primary, broadcasts_buffers=broadcasts)
         wrapped = None
         if optimizer is not None:
-            scaler, groups = self._config.new_loss_scaler(), self._shard_groups()
-            wrapped = ZeroOptimizer(optimizer, boosted, config, groups, loss_scaler=scaler, is_primary=is_primary)
-        if config.dtype is not None:
-            precision = WeightPrecision(config.dtype, cast_inputs=config.cast_inputs)
-            precision.cast(model)  # only frozen parameters and buffers are left
-            boosted.precision = precision
+            groups = ShardGroups(**self._shard_groups)
+            wrapped = ZeroOptimizer(optimizer, boosted, config, groups, is_primary=is_primary)
+        config.set_precision(boosted, cast_inputs=config.cast_inputs)
         if self.dp_size > 1:
             refuse_plain_training(boosted, untrained=model.parameters() if optimizer is None else ())
         return boosted, wrapped
-
-    def _shard_groups(self) -> ShardGroups:
-        has_replicas = self._config.extra_dp_size > 1
-        return ShardGroups(
-            num_shards=self._mesh.size(1),
-            rank=self._mesh.get_local_rank("shard"),
-            is_primary=self._mesh.get_local_rank("replica") == 0,
-            control_group=self._control_group,
-            shard_group=self._mesh.get_group("shard") if has_replicas else None,
-            replica_group=self._mesh.get_group("replica") if has_replicas else None,
-        )
 
     @classmethod
     def settings_for(cls, num_ranks: int) -> list[dict[str, Any]]:

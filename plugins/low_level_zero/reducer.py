@@ -274,11 +274,7 @@ class GradientReducer:
         return [bucket for bucket in self.buckets if any(is_local[id(one)] for one in bucket.param_grads)]
 
     def reset(self, *, keeps_use: bool = False) -> None:
-        """Drop the gradients of this accumulation.
-
-        Args:
-            keeps_use: If True, parameters that had a gradient keep a gradient of zero.
-        """
+        """Drop the gradients of the accumulation; with `keeps_use`, parameters that had one keep a gradient of zero."""
         self._wait()
         for param_grad in self.param_grads:
             param_grad.parameter.grad = param_grad.source = None

@@ -51,11 +51,7 @@ class Buffer:
 
 
 class BufferPool:
-    """Pool of buffers on one device.
-
-    Args:
-        device: Device of the buffers.
-    """
+    """Pool of buffers on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -90,10 +86,12 @@ class BufferPool:
         self._acquired_bytes += buffer.num_bytes
         return buffer
 
-    def release(self, buffer: Buffer) -> None:
-        """Release a buffer; the caller has dropped its own views."""
-        self._acquired_bytes -= buffer.num_bytes
-        self._viewed.append(buffer)
+    def release(self, *buffers: Buffer | None) -> None:
+        """Release buffers, of which the caller has dropped its own views, and ignore None."""
+        for buffer in buffers:
+            if buffer is not None:
+                self._acquired_bytes -= buffer.num_bytes
+                self._viewed.append(buffer)
         self._collect()
 
     def trim(self) -> None:

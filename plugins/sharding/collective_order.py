@@ -148,11 +148,7 @@ class OrderReplay(Generic[Request, Outcome]):
         return self._kind in self._records and self._turns == self._records[self._kind].turns
 
     def end(self, *, all_repeat: bool) -> None:
-        """End the current pass, if there is one.
-
-        Args:
-            all_repeat: Whether it `repeats` on all ranks.
-        """
+        """End the current pass, if there is one, which `repeats` on all ranks or not."""
         if self._turns is None:
             return
         record = self._records.setdefault(self._kind, _Record())

@@ -12,7 +12,7 @@ from torch import nn
 
 from booster.device import computes_in_bf16
 from booster.errors import ConfigError
-from booster.interface import MixedPrecision
+from booster.interface import MixedPrecision, ModelWrapper
 from booster.logger import log_rank_zero
 from booster.mixed_precision.fp16 import cast_floats, low_precision_to_fp32
 from booster.mixed_precision.loss_scaler import DynamicLossScaler, LossScaleConfig
@@ -51,11 +51,7 @@ class GradClipConfig:
         return [f"{name}={getattr(self, name)!r}" for name in self.__slots__]
 
     def check(self) -> None:
-        """Check both.
-
-        Raises:
-            ConfigError: One of them is invalid.
-        """
+        """Raise `ConfigError` if one of them is invalid."""
         check_clipping(self.max_norm, self.norm_type)
 
 
@@ -85,7 +81,16 @@ class ShardedConfig(PluginConfig):
         """Return the loss scaler of a new optimizer, or None for other precisions than fp16."""
         return new_loss_scaler(self.loss_scale, verbose=self.verbose) if self.precision == "fp16" else None
 
+    def set_precision(self, boosted: ModelWrapper, *, cast_inputs: bool, outputs_fp32: bool = True) -> None:
+        """Set the precision of a boosted model, and cast what its wrappers have not: frozen parameters and buffers."""
+        if self.dtype is not None:
+            precision = WeightPrecision(self.dtype, cast_inputs=cast_inputs, outputs_fp32=outputs_fp32)
+            precision.cast(boosted.unwrap())
+            boosted.precision = precision
+
     def _check_shared(self) -> None:
+        if not isinstance(self.precision, str) or self.precision not in DTYPES:
+            raise ConfigError(f"precision={self.precision!r} is not known: choose one of {', '.join(DTYPES)}")
         for name in ("master_weights", "sync_batch_norm", "broadcast_buffers", "verbose"):
             check_flag(name, getattr(self, name))
         self.clip.check()
@@ -93,12 +98,7 @@ class ShardedConfig(PluginConfig):
 
 
 def new_loss_scaler(arguments: LossScaleConfig, *, verbose: bool) -> DynamicLossScaler:
-    """Return a loss scaler that logs on rank 0.
-
-    Args:
-        arguments: Settings of the scaler.
-        verbose: If True, log every skipped step and change; if False, only the first skipped step.
-    """
+    """Return a loss scaler that logs on rank 0: every skipped step and change, or only the first skipped step."""
     return arguments.new_scaler(log_rank_zero if verbose else _report_first_skip())
 
 
@@ -211,8 +211,6 @@ class ZeroConfig(ShardedConfig):
                 f"stage={self.stage!r} is not a stage of this plugin: give 1, which divides optimizer states among the"
                 " ranks, or 2, which divides gradients too; GeminiPlugin and TorchFSDPPlugin divide parameters as well"
             )
-        if self.precision not in DTYPES:
-            raise ConfigError(f"precision={self.precision!r} is not known: choose one of {', '.join(DTYPES)}")
         if not is_non_nan_number(self.reduce_bucket_size_in_m) or not 0 < self.reduce_bucket_size_in_m < float("inf"):
             raise ConfigError(
                 f"reduce_bucket_size_in_m={self.reduce_bucket_size_in_m!r} holds no gradient: give a number of 2**20"

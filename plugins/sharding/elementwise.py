@@ -26,7 +26,6 @@ from booster.rng_state import get_rng_state, set_rng_state, set_seed
 
 from .optimizer_copy import (
     CheckFailed,
-    CopyError,
     ParamKey,
     TrialResult,
     check_is_conclusive,
@@ -185,11 +184,18 @@ class TrialSteps:
     Args:
         optimizer: The user's optimizer; not modified.
         shapes: Shapes of the full parameters by (param group, index).
+        donors: Indices of the parameters that they have the names of; see `copy_optimizer`.
     """
 
-    def __init__(self, optimizer: Optimizer, shapes: Mapping[ParamKey, tuple[int, ...]]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        shapes: Mapping[ParamKey, tuple[int, ...]],
+        donors: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         self._optimizer = optimizer
         self._shapes = shapes
+        self._donors = donors
         self._noise = torch.randn(
             max([_LEAST_NOISE, *(math.prod(shape) for shape in shapes.values())]),
             generator=torch.Generator("cpu").manual_seed(0),
@@ -214,13 +220,12 @@ class TrialSteps:
             seed: Seed of the process's random number generators.
 
         Raises:
-            CopyError: The optimizer can't be copied.
-            CheckFailed: Its step raised.
+            CheckFailed: The optimizer can't be copied, or its step raised.
         """
         set_seed(seed)
         full_params = {param_key: self._make_parameter(param_key) for param_key in self._shapes}
         groups = range(len(self._optimizer.param_groups))
-        copied = copy_optimizer(self._optimizer, [_of_group(full_params, index) for index in groups])
+        copied = copy_optimizer(self._optimizer, [_of_group(full_params, index) for index in groups], self._donors)
         _raise_learning_rates(copied)
         held = full_params if replace_params is None else replace_params(copied, full_params)
         rows = {param_key: [parameter.detach().reshape(-1).clone()] for param_key, parameter in held.items()}
@@ -344,55 +349,42 @@ def find_obstacle(optimizer: Optimizer) -> str | None:
     Args:
         optimizer: The user's optimizer, with unsharded parameters.
     """
+    shapes: dict[ParamKey, tuple[int, ...]] = {}
+    spans_of_ranks: tuple[dict[ParamKey, Span], dict[ParamKey, Span]] = ({}, {})
+    for index, is_large in enumerate(large_groups(optimizer.param_groups)):
+        sizes, cuts = (_SHAPES, _FIRST_SHARD) if is_large else (_SMALL_SHAPES, _SMALL_FIRST_SHARD)
+        for number, (shape, cut) in enumerate(zip(sizes, cuts, strict=True)):
+            if optimizer.param_groups[index]["params"]:
+                shapes[index, number] = shape
+                spans_of_ranks[0][index, number] = (0, cut)
+                spans_of_ranks[1][index, number] = (cut, math.prod(shape))
     with isolated_trial(optimizer):
-        trial = _ShardTrial(optimizer)
+        steps = TrialSteps(optimizer, shapes)
         try:
-            trial.compare()
-        except CopyError as error:
-            return f"{error}, so it could not be tried out"
+            full = steps.run()
+            check_is_conclusive(full)
+            check_state_shapes(full, shapes)
+            what = "one-dimensional shards of parameters"
+            ranks = [steps.run(partial(_repoint, spans=spans), what=what, spans=spans) for spans in spans_of_ranks]
+            compare(full, ranks, shapes)
         except CheckFailed as found:
-            return _RANDOM if trial.is_random() else str(found)
+            return _RANDOM if _is_random(steps) else str(found)
     return None
 
 
-class _ShardTrial:
-    """Trial on shards of parameters; see Note [Elementwise trial]."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._shapes: dict[ParamKey, tuple[int, ...]] = {}
-        self._spans: tuple[dict[ParamKey, tuple[int, int]], dict[ParamKey, tuple[int, int]]] = ({}, {})
-        for index, is_large in enumerate(large_groups(optimizer.param_groups)):
-            shapes, cuts = (_SHAPES, _FIRST_SHARD) if is_large else (_SMALL_SHAPES, _SMALL_FIRST_SHARD)
-            if optimizer.param_groups[index]["params"]:
-                for number, (shape, cut) in enumerate(zip(shapes, cuts, strict=True)):
-                    self._shapes[index, number] = shape
-                    self._spans[0][index, number] = (0, cut)
-                    self._spans[1][index, number] = (cut, math.prod(shape))
-        self._steps = TrialSteps(optimizer, self._shapes)
-
-    def compare(self) -> None:
-        """Raise CheckFailed if shards are updated differently from full parameters."""
-        full = self._steps.run()
-        check_is_conclusive(full)
-        check_state_shapes(full, self._shapes)
-        what = "one-dimensional shards of parameters"
-        ranks = [self._steps.run(partial(_repoint, spans=spans), what=what, spans=spans) for spans in self._spans]
-        compare(full, ranks, self._shapes)
-
-    def is_random(self) -> bool:
-        """Return whether the result depends on the random seed."""
-        try:
-            first, second = (self._steps.run(seed=seed).weights for seed in (1, 2))
-        except CheckFailed:
-            return False
-        return any(
-            not torch.allclose(first[param_key], second[param_key], rtol=0, atol=0, equal_nan=True)
-            for param_key in first
-        )
+def _is_random(steps: TrialSteps) -> bool:
+    """Return whether the result of full parameters depends on the random seed."""
+    try:
+        first, second = (steps.run(seed=seed).weights for seed in (1, 2))
+    except CheckFailed:
+        return False
+    return any(
+        not torch.allclose(first[param_key], second[param_key], rtol=0, atol=0, equal_nan=True) for param_key in first
+    )
 
 
 def _repoint(
-    copied: Optimizer, full_params: Mapping[ParamKey, nn.Parameter], spans: Mapping[ParamKey, tuple[int, int]]
+    copied: Optimizer, full_params: Mapping[ParamKey, nn.Parameter], spans: Mapping[ParamKey, Span]
 ) -> Mapping[ParamKey, nn.Parameter]:
     """Replace full parameters by a rank's shards, as the plugin does, and return them."""
     held: dict[ParamKey, nn.Parameter] = {}
@@ -423,7 +415,7 @@ def _kind_of(value: Any) -> str:
     return repr(value) if isinstance(value, (bool, int, str, type(None))) else type(value).__name__
 
 
-def _shard(full: nn.Parameter, span: tuple[int, int], group_index: int) -> Shard:
+def _shard(full: nn.Parameter, span: Span, group_index: int) -> Shard:
     return Shard(
         name="probe",
         global_shape=tuple(full.shape),
@@ -458,16 +450,32 @@ def find_coupling(optimizer: Optimizer) -> str | None:
     Raises:
         ConfigError: It does not step parameters that replace others in its param groups.
     """
+    shapes: dict[ParamKey, tuple[int, ...]] = {}
+    donors: list[Sequence[int]] = []
+    for index, is_large in enumerate(large_groups(optimizer.param_groups)):
+        parameters: Sequence[nn.Parameter] = optimizer.param_groups[index]["params"]
+        donors.append(_donors([parameter.dim() for parameter in parameters]))
+        seen: Counter[int] = Counter()
+        for number, donor in enumerate(donors[-1]):
+            shape = parameters[donor].shape
+            seen[len(shape)] += 1
+            most = _LARGE_NUMEL if is_large and seen[len(shape)] <= _OF_EACH_DIM else _SMALL_NUMEL
+            shapes[index, number] = _shrunk(shape, most)
     with isolated_trial(optimizer):
-        trial = _SubsetTrial(optimizer)
+        steps = TrialSteps(optimizer, shapes, donors)
+
+        def compare_parts(parts: Iterable[Collection[ParamKey]]) -> None:
+            for part in parts:
+                what = f"{len(part)} of {len(shapes)} full parameters"
+                compare_exactly(full, steps.run(partial(_keep_part, part=part), what=what), shapes)
+
         try:
-            full = trial.run_as_they_are()
-        except CopyError as error:
-            return f"{error}, so it could not be tried out"
+            full = steps.run()
+            check_is_conclusive(full)
         except CheckFailed as found:
             return str(found)
         try:
-            trial.compare(full, [trial.shapes.keys()])
+            compare_parts([shapes.keys()])
         except CheckFailed as found:
             raise ConfigError(
                 f"{type(optimizer).__name__} does not follow its param_groups, in which sharded training puts other"
@@ -475,82 +483,35 @@ def find_coupling(optimizer: Optimizer) -> str | None:
                 " self.param_groups and keep none elsewhere, or use the torch_ddp plugin"
             ) from None
         try:
-            trial.compare(full, trial.parts())
+            compare_parts(_parts(shapes, len(donors)))
         except CheckFailed as found:
             return str(found)
     return None
 
 
-class _SubsetTrial:
-    """Trial on subsets of the parameters.
+def _parts(shapes: Mapping[ParamKey, tuple[int, ...]], num_groups: int) -> list[Collection[ParamKey]]:
+    """Return the parameter subsets of the copies."""
+    middle = num_groups // 2
+    alternating = [{param_key for param_key in shapes if param_key[1] % 2 == rest} for rest in (0, 1)]
+    by_groups = [
+        {param_key for param_key in shapes if (param_key[0] < middle) == is_first} for is_first in (True, False)
+    ]
+    return [*alternating, *(by_groups if middle > 0 else ()), set()]
 
-    Attributes:
-        shapes: Shapes of all parameters of the trial.
-    """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.shapes: dict[ParamKey, tuple[int, ...]] = {}
-        self._donors: list[Sequence[int]] = []
-        for index, is_large in enumerate(large_groups(optimizer.param_groups)):
-            parameters: Sequence[nn.Parameter] = optimizer.param_groups[index]["params"]
-            self._donors.append(_donors([parameter.dim() for parameter in parameters]))
-            seen: Counter[int] = Counter()
-            for number, donor in enumerate(self._donors[-1]):
-                shape = parameters[donor].shape
-                seen[len(shape)] += 1
-                most = _LARGE_NUMEL if is_large and seen[len(shape)] <= _OF_EACH_DIM else _SMALL_NUMEL
-                self.shapes[index, number] = _shrunk(shape, most)
-        self._names = [group.get("param_names") for group in optimizer.param_groups]
-        self._steps = TrialSteps(optimizer, self.shapes)
-
-    def parts(self) -> list[Collection[ParamKey]]:
-        """Return the parameter subsets of the copies."""
-        middle = len(self._donors) // 2
-        alternating = [[param_key for param_key in self.shapes if param_key[1] % 2 == rest] for rest in (0, 1)]
-        by_groups = [
-            [param_key for param_key in self.shapes if (param_key[0] < middle) == is_first]
-            for is_first in (True, False)
-        ]
-        return [*alternating, *(by_groups if middle > 0 else ()), ()]
-
-    def run_as_they_are(self) -> TrialResult:
-        """Step all parameters, without replacing any after the copy was made."""
-
-        def keep(copied: Optimizer, full_params: Mapping[ParamKey, nn.Parameter]) -> Mapping[ParamKey, nn.Parameter]:
-            self._rename(copied)
-            return full_params
-
-        full = self._steps.run(keep)
-        check_is_conclusive(full)
-        return full
-
-    def compare(self, full: TrialResult, parts: Iterable[Collection[ParamKey]]) -> None:
-        """Raise CheckFailed if a subset of the parameters is updated differently from all parameters."""
-        for part in parts:
-            compare_exactly(full, self._run(set(part)), self.shapes)
-
-    def _run(self, part: Collection[ParamKey]) -> TrialResult:
-        def replace_params(
-            copied: Optimizer, full_params: Mapping[ParamKey, nn.Parameter]
-        ) -> Mapping[ParamKey, nn.Parameter]:
-            self._rename(copied)
-            held: dict[ParamKey, nn.Parameter] = {}
-            for param_key, full in full_params.items():
-                state = copied.state.pop(full, None)
-                if param_key in part:
-                    held[param_key] = nn.Parameter(full.detach().clone())
-                    if state is not None:
-                        copied.state[held[param_key]] = state
-            set_parameters(copied, held)
-            return held
-
-        return self._steps.run(replace_params, what=f"{len(part)} of {len(self.shapes)} full parameters")
-
-    def _rename(self, copied: Optimizer) -> None:
-        """Set every parameter's name to that of the parameter that its shape is from."""
-        for group, donors, names in zip(copied.param_groups, self._donors, self._names, strict=True):
-            if names is not None:
-                group["param_names"] = [names[donor] for donor in donors]
+def _keep_part(
+    copied: Optimizer, full_params: Mapping[ParamKey, nn.Parameter], part: Collection[ParamKey]
+) -> Mapping[ParamKey, nn.Parameter]:
+    """Replace full parameters by copies of some of them, with their states, and return these."""
+    held: dict[ParamKey, nn.Parameter] = {}
+    for param_key, full in full_params.items():
+        state = copied.state.pop(full, None)
+        if param_key in part:
+            held[param_key] = nn.Parameter(full.detach().clone())
+            if state is not None:
+                copied.state[held[param_key]] = state
+    set_parameters(copied, held)
+    return held
 
 
 def _donors(dims: Sequence[int]) -> Sequence[int]:

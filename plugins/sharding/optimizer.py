@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,12 +17,10 @@ from torch.optim import Optimizer
 
 from booster.comm import (
     LOW_PRECISION,
-    all_gather_bytes,
     all_reduce_max,
     all_reduce_numbers,
     all_reduce_sum,
     collective_device,
-    global_rank_of,
     group_size,
     host_group,
     host_value,
@@ -34,25 +30,14 @@ from booster.core.accumulation import nonfinite_mark
 from booster.core.shard_aware import follow_weights, full_step
 from booster.core.shard_spec import is_sharded
 from booster.device import current_device
-from booster.errors import CheckpointError, ConfigError, format_list
+from booster.errors import ConfigError, format_list
 from booster.fault_tolerance.progress import in_phase
-from booster.interface import (
-    AccumulatedGradients,
-    LossScaler,
-    ModelWrapper,
-    OptimizerState,
-    OptimizerWrapper,
-    ReducedShards,
-    Shard,
-    ShardAware,
-    Shards,
-    TensorSlice,
-    TensorSpec,
-)
+from booster.interface import LossScaler, ModelWrapper, OptimizerWrapper, Shard, ShardAware, Shards, TensorSlice
 from booster.kernels.flat_buffers import sum_of_squares, supports_sum_of_squares
 
-from .config import GradClipConfig
+from .config import GradClipConfig, ShardGroups
 from .elementwise import takes_empty_groups
+from .optimizer_state import ShardedOptimizerState, ShardedPendingGradients
 from .step_in_parts import Arrival, step_as_they_arrive, wait_for_all
 
 
@@ -87,168 +72,6 @@ def norm_over_ranks(
     return total.pow(1.0 / norm_type).reshape(()).float()
 
 
-# Note [Optimizer states of shards]
-# A state with the shard's shape is elementwise, a range of the full state. Every other state ("step", and states that
-# `ShardAware` optimizers keep per parameter) is replicated on all shards, and the shard with the parameter's first
-# element saves it.
-# A saved state is sharded if it has its parameter's shape. This is ambiguous for 0-dim parameters: a state that is one
-# number for other parameters is a number here too; otherwise the names used by torch's optimizers decide.
-_NUMBER_STATES = frozenset({"step", "eta", "mu", "mu_product"})
-
-
-class ShardedOptimizerState(OptimizerState):
-    """Checkpoint view of an optimizer with sharded parameters; frozen parameters are unsharded.
-
-    Args:
-        optimizer: Optimizer to save or load.
-    """
-
-    optimizer: ShardedOptimizer
-
-    def __init__(self, optimizer: ShardedOptimizer) -> None:
-        super().__init__(optimizer)
-        # This rank's shards of every sharded parameter, possibly none.
-        self._shards: dict[str, list[Shard]] = {name: [] for name in optimizer.shards.names}
-        for shard in sorted(optimizer.shards.parts, key=lambda shard: shard.span):
-            self._shards[shard.name].append(shard)
-        self._number_states: Collection[str] = _NUMBER_STATES
-
-    def allocate(self, specs: Mapping[str, TensorSpec], values: Mapping[str, Any]) -> list[TensorSlice]:
-        self._number_states = _number_states(specs, values["shapes"])
-        return super().allocate(specs, values)
-
-    def _groups(self) -> list[list[tuple[str, nn.Parameter]]]:
-        return self.optimizer.logical_groups
-
-    def _held(self, name: str, parameter: nn.Parameter) -> list[nn.Parameter]:
-        if name in self._shards:
-            return [shard.parameter for shard in self._shards[name]]
-        return super()._held(name, parameter)
-
-    def _state_slices(self, name: str, parameter: nn.Parameter) -> Iterator[TensorSlice]:
-        if name not in self._shards:
-            yield from super()._state_slices(name, parameter)
-        for shard in self._shards.get(name, ()):
-            for key, tensor in self._state_tensors(shard.parameter):
-                if self._is_elementwise(key, tensor, shard.parameter.shape, shard.global_shape):
-                    yield from shard.slices(f"{name}.{key}", tensor)
-                else:
-                    is_first = shard.shard_spec.holds_first(shard.span)
-                    yield TensorSlice.full(f"{name}.{key}", tensor, primary=shard.is_primary and is_first)
-
-    def _master_slices(self, name: str, parameter: nn.Parameter) -> Iterator[TensorSlice]:
-        if name not in self._shards:
-            yield from super()._master_slices(name, parameter)
-        for shard in self._shards.get(name, ()):
-            if shard.has_master:
-                yield from shard.slices(f"{name}.master", shard.parameter.detach())
-
-    def _all_numbers(self) -> dict[str, dict[str, Any]]:
-        own: dict[str, dict[str, Any]] = {}
-        failure: CheckpointError | None = None
-        try:
-            for name, parameter in self.named_parameters().items():
-                for held in self._held(name, parameter)[:1]:
-                    if numbers := self._numbers(name, held):
-                        own[name] = numbers
-        except CheckpointError as error:  # raised on all ranks below
-            failure = error
-        raise_on_all_ranks(failure)
-        payloads, _ = all_gather_bytes(json.dumps(own).encode(), None)
-        found: dict[str, dict[str, Any]] = {}
-        for payload in payloads:
-            found = json.loads(payload) | found  # if several ranks have shards of a parameter, the first rank's numbers
-        return {name: found[name] for name in self.named_parameters() if name in found}
-
-    def _own_spec(self, parameter: nn.Parameter, key: str, spec: TensorSpec) -> TensorSpec:
-        """Return the spec of a saved state for a parameter of `param_groups`; see Note [Optimizer states of shards]."""
-        shard = self.optimizer.shards.shard_of(parameter)
-        if shard is None:
-            return super()._own_spec(parameter, key, spec)
-        is_cut = spec.shape == tuple(shard.global_shape)
-        if is_cut and (spec.shape or key not in self._number_states):
-            return replace(spec, shape=tuple(parameter.shape))
-        return spec
-
-    @torch.no_grad()
-    def _refresh_masters(self, stored: Collection[str]) -> None:
-        for name, shards in self._shards.items():
-            for shard in shards if f"{name}.master" not in stored else ():
-                if shard.has_master:
-                    self.optimizer.follow_weights(shard)
-
-
-class ShardedPendingGradients(AccumulatedGradients):
-    """Checkpoint view of accumulated gradients: local unsharded ones, and reduced ones that are sharded.
-
-    Args:
-        optimizer: Optimizer to save or load.
-    """
-
-    optimizer: ShardedOptimizer
-
-    def __init__(self, optimizer: ShardedOptimizer) -> None:
-        super().__init__(optimizer)
-        self._reduced: list[TensorSlice] | None = None
-
-    def synchronize(self) -> None:
-        shards = self.optimizer.shards
-        found = self.optimizer.reduced_gradients()
-        mine = {shard.name: str(sums.dtype).removeprefix("torch.") for shard, sums in found}
-        payloads, _ = all_gather_bytes(json.dumps(mine).encode(), shards.group)
-        dtypes = {name: getattr(torch, dtype) for one in payloads for name, dtype in json.loads(one).items()}
-        # Only some of a parameter's buckets may be reduced: its sum in the others is zero.
-        held = {(shard.name, shard.span) for shard, _ in found}
-        missing = [
-            one for one in self.optimizer.gradient_shards if one.name in dtypes and (one.name, one.span) not in held
-        ]
-        found += [(one, torch.zeros_like(one.parameter, dtype=dtypes[one.name])) for one in missing]
-        # Every replica has its own, so `Shard.slices`, which is for data that the replicas share, is not used.
-        self._reduced = [
-            part for shard, sums in found for part in shard.shard_spec.slices(shard.name, sums, span=shard.span)
-        ]
-
-    def parameters(self) -> dict[str, nn.Parameter]:
-        names = set(self.optimizer.shards.names)
-        return {name: one for group in self.optimizer.logical_groups for name, one in group if name in names}
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return self.optimizer.local_gradients()
-
-    def reduced(self) -> list[TensorSlice]:
-        assert self._reduced is not None, "synchronize() comes first"
-        return self._reduced
-
-    @property
-    def first_rank(self) -> int:
-        return global_rank_of(0, self.optimizer.shards.group)
-
-    def _replace(
-        self,
-        gradients: Iterable[tuple[str, torch.Tensor]],
-        reduced: ReducedShards,
-        rescaled: Callable[[torch.Tensor], torch.Tensor],
-    ) -> None:
-        self._reduced = None
-        if reduced.names:  # first, because it drops all gradients
-            for shard, sums in self.optimizer.reduced_gradients(allocate=reduced.names):
-                for part in shard.slices(shard.name, sums) if shard.name in reduced.names else ():
-                    part.tensor.copy_(rescaled(reduced.read(part)).view(part.tensor.shape))
-        for name, raw in gradients:
-            self.optimizer.set_local_gradient(name, rescaled(raw))
-
-
-def _number_states(specs: Mapping[str, TensorSpec], shapes: Mapping[str, Collection[int]]) -> frozenset[str]:
-    """Return the keys of saved states that are one number per parameter; see Note [Optimizer states of shards]."""
-    numbers: set[str] = set()
-    others: set[str] = set()
-    for full_name, spec in specs.items():
-        name, key = full_name.rsplit(".", 1)
-        if shapes[name]:
-            (others if spec.shape else numbers).add(key)
-    return frozenset(numbers | (_NUMBER_STATES - others))
-
-
 class ShardedOptimizer(OptimizerWrapper):
     """Optimizer wrapper whose `param_groups` hold this rank's shards in place of trainable parameters.
 
@@ -257,10 +80,7 @@ class ShardedOptimizer(OptimizerWrapper):
     Args:
         optim: The user's optimizer, elementwise or `ShardAware`.
         model: The boosted model.
-        data_parallel_group: All data-parallel ranks; None for the world group.
-        shard_group: Ranks that share the shards; None for the world group.
-        grad_norm_group: Ranks that hold the full gradient together, each element on one of them; optional, defaults to
-            `shard_group`.
+        groups: Process groups of the shards.
         updates_on_host: If True, gradients and optimizer states are in host memory, also with an accelerator.
         clip: Clipping at every step.
         loss_scaler: Loss scaler for fp16; optional, defaults to no scaling.
@@ -277,18 +97,17 @@ class ShardedOptimizer(OptimizerWrapper):
         self,
         optim: Optimizer,
         model: ModelWrapper,
+        groups: ShardGroups,
         *,
-        data_parallel_group: dist.ProcessGroup | None,
-        shard_group: dist.ProcessGroup | None,
-        grad_norm_group: dist.ProcessGroup | None = None,
         updates_on_host: bool = False,
         clip: GradClipConfig,
         loss_scaler: LossScaler | None = None,
         is_primary: bool = True,
     ) -> None:
-        super().__init__(optim, model, data_parallel_group=data_parallel_group, is_primary=is_primary)
+        super().__init__(optim, model, data_parallel_group=groups.data_parallel_group, is_primary=is_primary)
         self.loss_scaler = loss_scaler
-        self._grad_norm_group = shard_group if grad_norm_group is None else grad_norm_group
+        self._groups = groups
+        self._grad_norm_group = groups.shard_group if groups.grad_norm_group is None else groups.grad_norm_group
         if updates_on_host:  # a norm of the host's gradients, which the host needs, does not wait for the device
             self._grad_norm_group = host_group(self._grad_norm_group)
         self._clip = clip
@@ -315,6 +134,14 @@ class ShardedOptimizer(OptimizerWrapper):
             self._synchronizes = before
 
     # Implemented by the strategy.
+
+    @abstractmethod
+    def _step_shards(self) -> None:
+        """Step the user's optimizer, with the gradients of all shards."""
+
+    @abstractmethod
+    def _finish_step(self) -> None:
+        """Copy the updated shards into the model on all ranks. Collective."""
 
     @abstractmethod
     def _refresh_masters(self) -> None:
@@ -573,6 +400,15 @@ class ShardedOptimizer(OptimizerWrapper):
         super().step()
         return result
 
+    def _update_parameters(self) -> None:
+        self._is_stepping = True
+        try:
+            self._run_on_all_ranks(self._step_shards)
+        finally:
+            self._is_stepping = False
+        if self._accumulation.num_backwards > 0:
+            self._finish_step()
+
     def _step_parts(self) -> None:
         """Call the step of the user's elementwise optimizer.
 
@@ -681,12 +517,7 @@ class ShardedOptimizer(OptimizerWrapper):
 
 
 def written_weights_error(where: str, names: Iterable[str]) -> ConfigError:
-    """Return the error of a forward that writes to gathered weights.
-
-    Args:
-        where: Module whose forward it is.
-        names: Names of the parameters in the model.
-    """
+    """Return the error of a module's forward that writes to the gathered weights of these names."""
     return ConfigError(
         f"the forward of {where} wrote to its weights ({format_list(map(repr, names), 3)}), as nn.Embedding does with"
         " max_norm: what was gathered for it is thrown away, and the change with it. Leave that out, change weights"
@@ -695,11 +526,7 @@ def written_weights_error(where: str, names: Iterable[str]) -> ConfigError:
 
 
 def replaced_memory_error(name: str) -> ConfigError:
-    """Return the error of updating a parameter whose memory was replaced.
-
-    Args:
-        name: Name of the parameter in the model.
-    """
+    """Return the error of updating a parameter whose memory was replaced."""
     return ConfigError(
         f"the memory of {name!r} was replaced after boost(), by model.to(), .half(), .data = or the like, so that the"
         " optimizer's updates would not reach the model: do it before boost()"

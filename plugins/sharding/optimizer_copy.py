@@ -24,13 +24,18 @@ from booster.pytree import copy_with_tensors
 # refer to the original.
 
 _MAX_COPIED_NUMEL = 2**20  # tensors among the attributes; states are not copied
+_UNTRIED = "so it could not be tried out"
 
 
-class CopyError(Exception):
-    """The optimizer can't be copied; the message has the reason."""
+class CheckFailed(Exception):
+    """The optimizer is not of the tested kind, or can't be copied; the message has the reason."""
 
 
-def copy_optimizer(optimizer: Optimizer, parameters: Sequence[Sequence[nn.Parameter]]) -> Optimizer:
+def copy_optimizer(
+    optimizer: Optimizer,
+    parameters: Sequence[Sequence[nn.Parameter]],
+    donors: Sequence[Sequence[int]] | None = None,
+) -> Optimizer:
     """Return a copy of an optimizer for other parameters.
 
     The state of one parameter of a group is copied to all new ones, in their shapes, because some optimizers create
@@ -39,9 +44,10 @@ def copy_optimizer(optimizer: Optimizer, parameters: Sequence[Sequence[nn.Parame
     Args:
         optimizer: The user's optimizer; not modified.
         parameters: New parameters of every param group.
+        donors: Indices of the old parameters that the new ones have the names of; optional, defaults to all in turn.
 
     Raises:
-        CopyError: Something in the optimizer can't be copied, or is too large.
+        CheckFailed: Something in the optimizer can't be copied, or is too large.
     """
     memo: dict[int, Any] = {}
     for group, replacements in zip(optimizer.param_groups, parameters, strict=True):
@@ -56,9 +62,10 @@ def copy_optimizer(optimizer: Optimizer, parameters: Sequence[Sequence[nn.Parame
             if name != "step":  # see the head of this module
                 made.__dict__[name] = _copied(f"attribute {name!r}", value, budget.copy, memo)
     _copy_states(optimizer, copies[0], parameters, memo, budget)
-    for group, replacements in zip(copies[0].param_groups, parameters, strict=True):
+    indices = [range(len(replacements)) for replacements in parameters] if donors is None else donors
+    for group, of_group in zip(copies[0].param_groups, indices, strict=True):
         if names := group.get("param_names"):
-            group["param_names"] = [names[index % len(names)] for index in range(len(replacements))]
+            group["param_names"] = [names[index % len(names)] for index in of_group]
     return copies[0]
 
 
@@ -82,7 +89,9 @@ def _optimizers_in(value: Any, seen: set[int]) -> Iterator[Optimizer]:
 def _empty_copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     cls = type(optimizer)
     if hasattr(cls, "__del__"):
-        raise CopyError(f"{cls.__name__} has a __del__, and a copy's would free what the original still uses")
+        raise CheckFailed(
+            f"{cls.__name__} has a __del__, and a copy's would free what the original still uses, {_UNTRIED}"
+        )
     made: Optimizer = object.__new__(cls)
     memo[id(optimizer)] = made
     memo.setdefault(id(optimizer.state), defaultdict(dict))  # an inner optimizer often shares it
@@ -101,9 +110,9 @@ class _CopyBudget:
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         self._left -= tensor.numel()
         if self._left < 0:
-            raise CopyError(
+            raise CheckFailed(
                 f"it keeps a tensor of shape {tuple(tensor.shape)} outside of its state, where it can't be divided"
-                " among the ranks"
+                f" among the ranks, {_UNTRIED}"
             )
         return tensor.detach().clone()
 
@@ -113,10 +122,10 @@ def _copied(
 ) -> Any:
     try:
         return copy_with_tensors(function, value, memo)
-    except CopyError:
+    except CheckFailed:
         raise
     except Exception as error:  # a foreign __deepcopy__ or __reduce__ may raise anything
-        raise CopyError(f"its {what}, a {type(value).__name__}, can't be copied ({error})") from error
+        raise CheckFailed(f"its {what}, a {type(value).__name__}, can't be copied ({error}), {_UNTRIED}") from error
 
 
 def _copy_states(
@@ -176,10 +185,6 @@ _STATE_TOLERANCE = 1e-4
 _LARGEST_FREE_STATE = 32  # maximum elements of a state whose shape is unrelated to the parameter's
 
 
-class CheckFailed(Exception):
-    """The optimizer is not of the tested kind; the message has the observed difference."""
-
-
 @dataclass(slots=True)
 class TrialResult:
     """Result of stepping one copy of the optimizer.
@@ -223,10 +228,10 @@ def check_is_conclusive(full: TrialResult) -> None:
         if not bool(torch.isfinite(weights).all()):
             raise CheckFailed(
                 f"a few steps with the hyperparameters of param_groups[{param_key[0]}] made non-finite weights,"
-                " so it could not be tried out"
+                f" {_UNTRIED}"
             )
     if all(torch.equal(rows[0], rows[-1]) for rows in full.weights.values()):
-        raise CheckFailed("a few steps did not change any weight, so it could not be tried out")
+        raise CheckFailed(f"a few steps did not change any weight, {_UNTRIED}")
 
 
 def check_state_shapes(full: TrialResult, shapes: Mapping[ParamKey, tuple[int, ...]]) -> None:

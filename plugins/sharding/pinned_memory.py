@@ -63,11 +63,7 @@ class _Slab:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PinnedBlock:
-    """Pinned bytes.
-
-    Attributes:
-        memory: The bytes.
-    """
+    """Pinned bytes in a slab."""
 
     memory: torch.Tensor
     _slab: _Slab

@@ -7,8 +7,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from booster.comm import group_size, sum_dtype
+from booster.comm import group_size, new_cpu_group, new_mesh, sum_dtype
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.logger import log_rank_zero
@@ -88,3 +90,30 @@ class ShardedPlugin(DistributedPlugin):
         self, model: ModelWrapper | None = None, optimizer: OptimizerWrapper | None = None
     ) -> AbstractContextManager[None]:
         return local_accumulation(optimizer)
+
+
+class ReplicatedPlugin(ShardedPlugin):
+    """Base of the ZeRO and Gemini plugins, whose ranks are replicas of a group of ranks that share the shards."""
+
+    def _make_groups(self, num_replicas: int) -> None:
+        # Neighbouring ranks share the shards, because they are likely to be on one machine.
+        self._mesh = new_mesh(self._device.type, (num_replicas, group_size() // num_replicas), ("replica", "shard"))
+        self._control_group = None if self._device.type == "cpu" else new_cpu_group()
+        self._shard_groups: dict[str, Any] = {  # arguments of `ShardGroups`
+            "num_shards": self._mesh.size(1),
+            "rank": self._mesh.get_local_rank("shard"),
+            "is_primary": self._mesh.get_local_rank("replica") == 0,
+            "control_group": self._control_group,
+            "shard_group": self._mesh.get_group("shard") if num_replicas > 1 else None,
+            "replica_group": self._mesh.get_group("replica") if num_replicas > 1 else None,
+        }
+
+    def _groups(self) -> list[dist.ProcessGroup | None]:
+        return [*self._mesh.get_all_groups(), self._control_group]
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self._mesh
+
+    def axis_sizes(self) -> dict[str, int]:
+        return {"replica": self._mesh.size(0), "shard": self._mesh.size(1)}

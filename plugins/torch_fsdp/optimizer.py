@@ -62,14 +62,12 @@ class FSDPOptimizer(ShardedOptimizer):
         super().__init__(
             optim,
             model,
-            data_parallel_group=groups.data_parallel_group,
-            shard_group=groups.shard_group,
+            groups,
             updates_on_host=config.offloads,
             clip=config.clip,
             loss_scaler=loss_scaler,
             is_primary=is_primary,
         )
-        self._groups = groups
         self._kind = kind
         self._updates: list[ParamUpdate] = []
         self._replicated_updates: list[ReplicatedUpdate] = []
@@ -290,14 +288,7 @@ class FSDPOptimizer(ShardedOptimizer):
 
     def _update_parameters(self) -> None:
         self._fetch_weights()
-        self._is_stepping = True
-        try:
-            self._run_on_all_ranks(self._step_shards)
-        finally:
-            self._is_stepping = False
-        if self._accumulation.num_backwards > 0:
-            self._restore_memory()
-            self._write_weights()
+        super()._update_parameters()
 
     def _shard_memory(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         for update in self._updates:
@@ -328,7 +319,8 @@ class FSDPOptimizer(ShardedOptimizer):
         }
         self._step_fused(copies, {})
 
-    def _write_weights(self) -> None:
+    def _finish_step(self) -> None:
+        self._restore_memory()
         for update in self._updates if self._keeps_masters else ():
             if self._accumulation.factors is None or not update.rounds_in_place:
                 update.write_weights()

@@ -45,10 +45,7 @@ class Bench:
         self.values = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
         self.parameters = [nn.Parameter(torch.empty(shape, dtype=dtype)) for shape in shapes]
         named = [(f"p{index}", parameter) for index, parameter in enumerate(self.parameters)]
-        sum_dtype = torch.float32 if dtype.itemsize == 2 else dtype
-        self.chunk = Chunk(
-            0, self.layout, named, rank=rank, group=None, device=CPU, sum_dtype=sum_dtype, sum_device=CPU
-        )
+        self.chunk = Chunk(0, self.layout, named, rank=rank, group=None, device=CPU)
         full = torch.full((self.layout.numel,), 77.0).to(dtype)
         full[: self.layout.used_numel] = torch.cat([value.flatten() for value in self.values])
         if kept:
@@ -99,8 +96,7 @@ class Bench:
         assert self.chunk.is_reducing
         buffers, transfer = self.chunk.finish_reduce()
         finish_transfer(transfer)
-        for buffer in buffers:
-            self.pool.release(buffer)
+        self.pool.release(*buffers)
         assert not self.chunk.is_reducing
 
     def gradient(self, index, seed=0):

@@ -16,7 +16,7 @@ from torch import nn
 from booster.comm import group_rank, group_size
 from booster.core.shard_aware import follow_weights
 from booster.interface import OptimizerWrapper, Shard, Shards
-from booster.plugins.sharding.optimizer import ShardedOptimizerState, ShardedPendingGradients
+from booster.plugins.sharding.optimizer_state import ShardedOptimizerState, ShardedPendingGradients
 
 __all__ = ["FixedScale", "ShardedByHand", "cut_at_random"]
 

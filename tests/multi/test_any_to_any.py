@@ -404,14 +404,6 @@ def assert_crosses(source: Layout, target: Layout, devices: tuple[Device, Device
     assert_continues(at_save, ranks, model, f"{source} on {devices[0]} to {target} on {devices[1]}")
 
 
-def test_what_is_saved_on_a_device_loads_on_the_host_and_back(tmp_path):
-    ring = [one for one in LAYOUTS if str(one) in ("zero 2 x2", "gemini x2", "torch_fsdp x2", "tp 2 x2", "pp 2 x2")]
-    for number, source in enumerate(ring):
-        devices = DEVICES if number % 2 else DEVICES[::-1]
-        assert_crosses(source, ring[(number + 1) % len(ring)], devices, tmp_path)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("devices", [DEVICES, DEVICES[::-1]], ids="-to-".join)
 @pytest.mark.parametrize("source", LAYOUTS, ids=str)
 def test_every_layout_crosses_between_devices(tmp_path, source, devices):

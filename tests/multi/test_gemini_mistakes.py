@@ -13,7 +13,7 @@ from torch import nn
 from booster import Booster
 from booster.errors import ConfigError
 from booster.plugins import GeminiPlugin
-from booster.plugins.gemini.chunk import ModifiedCheck
+from booster.plugins.gemini.model import ModifiedCheck
 
 pytestmark = pytest.mark.on_device
 

@@ -12,6 +12,7 @@ from harness import run_ranks
 from booster.comm import all_gather_equal, global_rank_of, group_rank, group_size, receive_tensor, send_tensor
 from booster.errors import ConfigError, DesyncError
 from booster.plugins.hybrid_parallel.mesh import AXES, HybridMesh, mesh_order, rank_groups
+from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import schedule_from_name
 from booster.plugins.hybrid_parallel.pipeline_runner import _link_ends
 
 pytestmark = pytest.mark.on_device
@@ -117,8 +118,7 @@ def test_other_sizes_on_another_rank():
 def _link_peers():
     """Returns, for both directions of a link, this rank's peer in its group, after messages have gone through."""
     mesh = HybridMesh("cpu", dp=1, pp=3, sp=1, tp=1)
-    schedule = SimpleNamespace(place=lambda position, num_stages: (position, 0))
-    partition = SimpleNamespace(schedule=schedule, num_stages=3, bounds=(0, 1, 2, 3))
+    partition = SimpleNamespace(schedule=schedule_from_name("gpipe"), num_stages=3, num_chunks=1)
     ends = _link_ends(mesh, partition, is_ordered=True)
     stage, found = mesh.rank("pp"), {}
     for sender, receiver in ((0, 1), (1, 0), (1, 2), (2, 1)):

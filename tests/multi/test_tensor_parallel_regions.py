@@ -28,6 +28,14 @@ pytestmark = pytest.mark.on_device
 WORLDS = [2, 3, 4]
 
 
+def all_gather_sequence(x, ranks, dim=1, length=None):
+    return mappings.all_gather_shards(x, ranks, dim, mappings.sizes_from_local(x.shape[dim], ranks, length))
+
+
+def reduce_scatter_sequence(x, ranks, dim=1, length=None):
+    return mappings.reduce_scatter_shards(x, ranks, dim, mappings.sizes_from_full(x.shape[dim], ranks, length))
+
+
 def drawn(rank, *shape, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(rank)).to(current_device(), dtype)
 
@@ -76,13 +84,13 @@ def test_the_ways_of_a_sequence_and_back(world_size, length):
         own, total = parts(whole, dim, sizes)[rank], sum(gradients)
 
         x = own.clone().transpose(0, 2).contiguous().transpose(0, 2).requires_grad_()
-        y = mappings.all_gather_sequence(x, ranks, dim, length)
+        y = all_gather_sequence(x, ranks, dim, length)
         y.backward(gradients[rank])
         assert torch.equal(y, whole)
         torch.testing.assert_close(x.grad, parts(total, dim, sizes)[rank])
 
         x = gradients[rank].clone().requires_grad_()
-        y = mappings.reduce_scatter_sequence(x, ranks, dim)
+        y = reduce_scatter_sequence(x, ranks, dim)
         torch.testing.assert_close(y.detach(), parts(total, dim, sizes)[rank])
         y.backward(own)
         assert torch.equal(x.grad, whole)
@@ -110,8 +118,8 @@ def test_flattened_batches_of_sequences(world_size):
     by_rank = torch.cat([part.reshape(-1, 2) for part in whole.split(sizes, 1)])
     own = whole.split(sizes, 1)[rank].reshape(-1, 2)
     ranks.sequence_length = length
-    assert torch.equal(mappings.all_gather_sequence(own, ranks, 0), by_rank)
-    summed = mappings.reduce_scatter_sequence(by_rank, ranks, 0, length)
+    assert torch.equal(all_gather_sequence(own, ranks, 0), by_rank)
+    summed = reduce_scatter_sequence(by_rank, ranks, 0, length)
     torch.testing.assert_close(summed, world_size * own)
 
 
@@ -155,8 +163,6 @@ def test_a_group_of_one_rank_communicates_nothing(world_size):
             mappings.copy_to_tp_region(x, ranks),
             mappings.reduce_from_tp_region(x, ranks),
             mappings.gather_from_tp_region(x, ranks, [3]),
-            mappings.all_gather_sequence(x, ranks, 0, 2),
-            mappings.reduce_scatter_sequence(x, ranks, 0),
             mappings.scatter_to_sequence_region(x, ranks, 0),
         ):
             assert torch.equal(y, x)

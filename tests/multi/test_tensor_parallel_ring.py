@@ -159,7 +159,7 @@ def test_sums_of_low_precision_are_rounded_once(world_size):
     layer = nn.Linear(INNER, 64, bias=False).bfloat16()
     ranks = TensorParallelGroup(sequence_mode="ring")
     layer.weight.data = layer.weight.data * (1 + ranks.rank)
-    expected = mappings.reduce_scatter_sequence(layer(x), ranks, 1)
+    expected = mappings.reduce_scatter_shards(layer(x), ranks, 1, mappings.sizes_from_full(x.shape[1], ranks, None))
     make_row_parallel(layer, ranks, sizes=[INNER] * world_size)
     assert_close(layer(x), expected, 2**-8)
 
@@ -271,7 +271,11 @@ def test_second_derivatives_are_the_same_in_both_modes_and_without_products(worl
         ranks.sequence_length = 7
         x = torch.linspace(-1, 1, BATCH * 7 * HIDDEN, dtype=torch.float64).view(BATCH, 7, HIDDEN)
         x = own_tokens(x, 2, ranks.rank).clone().requires_grad_()
-        y = model(x if columns else mappings.all_gather_sequence(x, ranks))
+        y = model(
+            x
+            if columns
+            else mappings.all_gather_shards(x, ranks, 1, mappings.sizes_from_local(x.shape[1], ranks, None))
+        )
         first = torch.autograd.grad(y.square().sum(), [x, *model.parameters()], create_graph=True)
         sum(one.square().sum() for one in first).backward()
         found.append([x.grad, *(parameter.grad for parameter in model.parameters())])

@@ -167,7 +167,7 @@ ALLOWED = {
         "start_return_tokens(rows[:0] + row_weights.sum() if outputs is None else outputs, dispatch).wait": OPERATION,
         "start_send_tokens(tokens, weights, dispatch).wait": OPERATION,
     },
-    "plugins/hybrid_parallel/captured_outputs.py": {
+    "plugins/hybrid_parallel/sequence_parallel/recorded_outputs.py": {
         "collector.get": "a variable of the context",
     },
     "plugins/hybrid_parallel/tensor_parallel/collective_matmul.py": {

@@ -34,9 +34,9 @@ LIMITS = {
 BOOST_FILES = {
     TorchDDPPlugin: 12,
     LowLevelZeroPlugin: 22,
-    GeminiPlugin: 29,
+    GeminiPlugin: 28,
     TorchFSDPPlugin: 25,
-    HybridParallelPlugin: 28,
+    HybridParallelPlugin: 27,
 }
 GEMINI_BACKWARD_FILES = 17
 

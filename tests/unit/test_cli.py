@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, field
 
 import pytest
 import torch.distributed.launcher.api as launcher
@@ -13,17 +12,13 @@ from booster.cli import main
 from booster.cli.run import exit_report, node_config
 
 
-@dataclass
-class Failed:
-    exitcode: int
-    local_rank: int = 0
-    pid: int = 99
-    error_file_data: dict = field(default_factory=lambda: {"message": "<NONE>"})
+def failed(exitcode, message="<NONE>"):
+    data = {"message": message}
+    return exit_report.RankFailure(host="", local_rank=0, pid=99, exitcode=exitcode, error_file_data=data)
 
 
 def told(stack, time_ns, exitcode=1):
-    extra = {"py_callstack": stack, "time_ns": time_ns}
-    return Failed(exitcode, error_file_data={"message": {"message": "", "extraInfo": extra}})
+    return failed(exitcode, {"message": "", "extraInfo": {"py_callstack": stack, "time_ns": time_ns}})
 
 
 MINE = "Traceback\nValueError: mine\n"
@@ -42,11 +37,11 @@ def test_the_first_error_is_the_cause_and_comes_last():
     ("failures", "cause", "code"),
     [
         ({0: told(PEER, 1), 1: told(MINE, 2)}, 1, 1),
-        ({0: told(PEER, 1), 1: Failed(-9)}, 1, 137),
-        ({0: Failed(-15), 1: Failed(7)}, 1, 7),
-        ({0: Failed(-15), 1: told(PEER, 1, exitcode=3)}, 1, 3),
-        ({0: Failed(-6), 1: told(MINE, 1)}, 1, 1),
-        ({2: Failed(-15)}, 2, 143),
+        ({0: told(PEER, 1), 1: failed(-9)}, 1, 137),
+        ({0: failed(-15), 1: failed(7)}, 1, 7),
+        ({0: failed(-15), 1: told(PEER, 1, exitcode=3)}, 1, 3),
+        ({0: failed(-6), 1: told(MINE, 1)}, 1, 1),
+        ({2: failed(-15)}, 2, 143),
     ],
 )
 def test_what_is_only_a_consequence_is_not_the_cause(failures, cause, code):
@@ -55,7 +50,7 @@ def test_what_is_only_a_consequence_is_not_the_cause(failures, cause, code):
 
 
 def test_a_killed_rank_is_explained():
-    assert exit_report.report({0: Failed(-9)}, 1).endswith("killed by SIGKILL, as the system does when memory runs out")
+    assert exit_report.report({0: failed(-9)}, 1).endswith("killed by SIGKILL, as the system does when memory runs out")
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def both_ways(model, monkeypatch, plugin="torch_ddp", **settings):
     simulate = estimate.simulate
 
     def noted(make_training, *arguments, **options):
-        depths.append(len(make_training().model.layers))
+        depths.append(len(make_training()[0].layers))
         return simulate(make_training, *arguments, **options)
 
     monkeypatch.setattr(estimate, "simulate", noted)

@@ -25,7 +25,7 @@ def test_the_chunk_goes_whose_next_use_is_farthest():
 
 
 def moment(chunk):
-    return TraceEvent(chunks=(chunk,), is_backward=False, model_bytes=0, other_bytes=0)
+    return TraceEvent(chunks=(chunk,), is_backward=False, other_bytes=0)
 
 
 def loads(trace, capacity, victim):
@@ -109,7 +109,7 @@ def test_nothing_loads_fewer_than_the_farthest(seed):
     best = fewest_loads(trace, capacity)
     assert loads(trace, capacity, farthest(trace)) == best
     # The same holds from iteration to iteration, by what a record tells.
-    record = Trace(tuple(map(moment, trace)), ())
+    record = Trace(tuple(map(moment, trace)))
     again = trace * 3
     assert loads(again, capacity, farthest_in(record, again)) == fewest_loads(again, capacity)
 

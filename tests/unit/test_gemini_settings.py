@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import fields
 
 import pytest
 import torch
@@ -18,21 +19,10 @@ from booster.plugins.gemini.placement import AutoPlacement, ConstPlacement, Stat
 from booster.plugins.gemini.tiers import HostTier
 
 CPU = torch.device("cpu")
-DEFAULTS = {
-    "placement_policy": "static",
-    "shard_param_frac": 1.0,
-    "offload_optim_frac": 0.0,
-    "offload_param_frac": 0.0,
-    "warmup_non_model_data_ratio": 0.8,
-    "steady_cuda_cap_ratio": 0.9,
-    "gpu_margin_mem_ratio": 0.0,
-    "strict_ddp_mode": False,
-}
 
 
 def placement(budget=None, max_prefetch=0, **arguments):
-    chosen = PlacementConfig(**DEFAULTS | arguments)
-    return chosen.make(max_prefetch=max_prefetch, device_memory_budget=budget, device=CPU)
+    return PlacementConfig(max_prefetch=max_prefetch, device_memory_budget=budget, **arguments).make(CPU)
 
 
 def settings(device=CPU, keeps_masters=True):
@@ -45,6 +35,12 @@ def settings(device=CPU, keeps_masters=True):
         is_primary=True,
         device=device,
     )
+
+
+def test_the_defaults_are_the_plugin_s():
+    plugin = inspect.signature(GeminiPlugin).parameters
+    named = [field for field in fields(PlacementConfig) if field.name != "max_prefetch"]
+    assert all(field.default == plugin[field.name].default for field in named)
 
 
 def test_strict_mode_keeps_all_weights():

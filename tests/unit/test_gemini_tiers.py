@@ -28,8 +28,9 @@ def test_the_names_and_the_end_of_tiers(tier):
     assert (tier.name, block.num_bytes, tier.bytes_held) == (type(tier).__name__[:4].lower(), 10, 10)
     block.free()
     assert tier.bytes_held == 0
-    tier.close()
-    tier.close()
+    if tier.name == "disk":
+        tier.close()
+        tier.close()
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6))])

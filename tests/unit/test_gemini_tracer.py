@@ -10,7 +10,7 @@ from booster.plugins.gemini.tracer import Cursor, Trace, TraceEvent, Tracer
 
 
 def moment(*chunks, is_backward=False, other_bytes=0):
-    return TraceEvent(chunks=chunks, is_backward=is_backward, model_bytes=0, other_bytes=other_bytes)
+    return TraceEvent(chunks=chunks, is_backward=is_backward, other_bytes=other_bytes)
 
 
 def random_record(generator, num_chunks=6, max_moments=30):
@@ -21,7 +21,7 @@ def random_record(generator, num_chunks=6, max_moments=30):
         else:
             chunks = tuple(generator.sample(range(num_chunks), generator.choice([0, 1, 1, 1, 2, 3])))
         moments.append(moment(*chunks, is_backward=generator.random() < 0.5, other_bytes=generator.randrange(1000)))
-    return Trace(tuple(moments), ())
+    return Trace(tuple(moments))
 
 
 def naive_next_use(record, chunk, now):
@@ -29,10 +29,10 @@ def naive_next_use(record, chunk, now):
     return next((at for at in range(now, len(endless)) if chunk in endless[at].chunks), None)
 
 
-def naive_upcoming(record, now, limit, skip):
+def naive_upcoming(record, now, limit):
     found = []
     for later in record.events[now:]:
-        found += [chunk for chunk in later.chunks if chunk not in skip and chunk not in found]
+        found += [chunk for chunk in later.chunks if chunk not in found]
     return found[: max(limit, 0)]
 
 
@@ -45,100 +45,61 @@ def test_the_record_answers_as_a_plain_search_through_it(seed):
         for chunk in range(7):
             assert record.next_use(chunk, now) == naive_next_use(record, chunk, now)
         for limit in (-1, 0, 1, 2, 10):
-            skip = set(generator.sample(range(6), generator.randrange(0, 5)))
-            assert record.upcoming(now, limit, skip) == naive_upcoming(record, now, limit, skip)
+            assert record.upcoming(now, limit) == naive_upcoming(record, now, limit)
         until = generator.randrange(num_moments + 3)
         values = [later.other_bytes for later in record.events[now:until]]
         assert record.peak_other_bytes(now, until) == (max(values) if values else 0)
 
 
 def test_a_use_now_counts_and_one_that_has_passed_is_of_the_next_iteration():
-    record = Trace((moment(0), moment(1), moment(0)), ())
+    record = Trace((moment(0), moment(1), moment(0)))
     assert [record.next_use(0, now) for now in range(4)] == [0, 2, 2, 3]
     assert [record.next_use(1, now) for now in range(4)] == [1, 1, 4, 4]
     assert record.next_use(2, 0) is None
 
 
 def test_an_empty_record_needs_nothing():
-    record = Trace((), ())
+    record = Trace(())
     assert record.next_use(0, 0) is None
-    assert record.upcoming(0, 3, ()) == []
+    assert record.upcoming(0, 3) == []
     assert record.peak_other_bytes(0, 2) == 0
     assert Cursor(record).advance([0], False) == 0
 
 
 def test_upcoming_chunks_are_those_of_this_iteration():
-    record = Trace((moment(0), moment(1), moment(1, 2), moment(0)), ())
-    assert record.upcoming(0, 9, ()) == [0, 1, 2]
-    assert record.upcoming(2, 9, {1}) == [2, 0]
-    assert record.upcoming(4, 9, ()) == []
+    record = Trace((moment(0), moment(1), moment(1, 2), moment(0)))
+    assert record.upcoming(0, 9) == [0, 1, 2]
+    assert record.upcoming(2, 9) == [1, 2, 0]
+    assert record.upcoming(4, 9) == []
 
 
 def test_equal_records_are_equal_whatever_they_computed():
-    first, second = Trace((moment(0), moment(1)), (1, 0)), Trace((moment(0), moment(1)), (1, 0))
+    first, second = Trace((moment(0), moment(1))), Trace((moment(0), moment(1)))
     assert first == second
     assert hash(first) == hash(second)
-    assert first != Trace((moment(0), moment(1)), (0, 1))
-    assert repr(first) == f"Trace(events={first.events!r}, completed=(1, 0))"
+    assert first != Trace((moment(1), moment(0)))
+    assert repr(first) == f"Trace(events={first.events!r})"
 
 
 def test_the_tracer_writes_down_what_happens():
     tracer = Tracer()
-    assert not tracer.is_recording
-    tracer.begin()
-    assert tracer.is_recording
     tracer.record_other_bytes(5)  # the batch
-    tracer.record_use([3, 1, 3], False, 100)
+    tracer.record_use([3, 1, 3], False)
     tracer.record_other_bytes(2)
-    tracer.record_use(iter([1]), False, 110)
+    tracer.record_use(iter([1]), False)
     for num_bytes in (7, 9, 8):
         tracer.record_other_bytes(num_bytes)
-    tracer.record_use([], True, 90)
-    tracer.record_use([1], True, 95)
+    tracer.record_use([], True)
+    tracer.record_use([1], True)
     tracer.record_other_bytes(4)
-    for chunk in (1, 3, 1):
-        tracer.record_complete(chunk)
-    record = tracer.finish()
-    assert not tracer.is_recording
-    assert record == Trace(
+    assert tracer.trace() == Trace(
         (
-            TraceEvent(chunks=(3, 1), is_backward=False, model_bytes=100, other_bytes=5),
-            TraceEvent(chunks=(1,), is_backward=False, model_bytes=110, other_bytes=9),
-            TraceEvent(chunks=(), is_backward=True, model_bytes=90, other_bytes=0),
-            TraceEvent(chunks=(1,), is_backward=True, model_bytes=95, other_bytes=4),
-        ),
-        (1, 3),
+            TraceEvent(chunks=(3, 1), is_backward=False, other_bytes=5),
+            TraceEvent(chunks=(1,), is_backward=False, other_bytes=9),
+            TraceEvent(chunks=(), is_backward=True, other_bytes=0),
+            TraceEvent(chunks=(1,), is_backward=True, other_bytes=4),
+        )
     )
-
-
-def test_an_iteration_that_broke_off_is_forgotten():
-    tracer = Tracer()
-    tracer.begin()
-    tracer.record_other_bytes(99)
-    tracer.record_use([0], False, 1)
-    tracer.record_complete(0)
-    tracer.begin()
-    tracer.record_use([1], False, 2)
-    assert tracer.finish() == Trace((TraceEvent(chunks=(1,), is_backward=False, model_bytes=2, other_bytes=0),), ())
-
-
-@pytest.mark.parametrize(
-    "note",
-    [
-        lambda tracer: tracer.record_use([0], False, 0),
-        lambda tracer: tracer.record_other_bytes(1),
-        lambda tracer: tracer.record_complete(0),
-        lambda tracer: tracer.finish(),
-    ],
-)
-def test_nothing_is_noted_outside_of_an_iteration(note):
-    tracer = Tracer()
-    with pytest.raises(AssertionError):
-        note(tracer)
-    tracer.begin()
-    tracer.finish()
-    with pytest.raises(AssertionError):
-        note(tracer)
 
 
 def follow(cursor, moments):
@@ -174,19 +135,19 @@ def test_the_cursor_survives_any_other_iteration(seed):
 
 
 def test_the_cursor_stays_at_what_the_record_does_not_foresee():
-    cursor = Cursor(Trace((moment(0), moment(1), moment(2), moment(2, is_backward=True)), ()))
+    cursor = Cursor(Trace((moment(0), moment(1), moment(2), moment(2, is_backward=True))))
     unforeseen = (moment(0), moment(7), moment(1), moment(1), moment(0), moment(2, is_backward=True))
     assert follow(cursor, unforeseen) == [0, 0, 1, 1, 1, 3]
 
 
 def test_forward_and_backward_of_a_module_are_told_apart():
-    cursor = Cursor(Trace((moment(0), moment(0, is_backward=True), moment(0)), ()))
+    cursor = Cursor(Trace((moment(0), moment(0, is_backward=True), moment(0))))
     assert follow(cursor, (moment(0), moment(0))) == [0, 2]
     assert follow(cursor, (moment(0, is_backward=True),)) == [1]
 
 
 def test_the_cursor_looks_ahead_a_bounded_way_and_catches_up():
-    record = Trace((*(moment(0) for _ in range(100)), *(moment(chunk) for chunk in range(1, 101))), ())
+    record = Trace((*(moment(0) for _ in range(100)), *(moment(chunk) for chunk in range(1, 101))))
     cursor = Cursor(record, lookahead=10)
     cursor.advance([0], False)
     # 99 moments are left out; every miss lets the next search go 10 further.

@@ -358,6 +358,8 @@ def test_groups_of_512_ranks_hold_every_rank_once(along):
         ({"tp_size": 8, "tp_mode": "2.5d", "tp_depth": 3}, "arranges 3 * q * q ranks, which tp_size=8 is not: use"),
         ({"tp_size": 8, "tp_mode": "2.5d", "tp_depth": 8}, "squares of one rank, which divide no layer"),
         ({"tp_size": 4, "tp_mode": "2d", "tp_depth": 1}, "no meaning with tp_mode='2d': leave it out"),
+        ({"tp_size": 1, "tp_mode": "2d", "tp_depth": 2}, "no meaning with tp_mode='2d': leave it out"),
+        ({"tp_size": 2, "plan": {}}, "divides no module over tp_size=2: name modules, or leave plan out"),
         ({"tp_size": 4, "tp_mode": "2d", "enable_sequence_parallelism": True}, "by tokens: use one of them"),
         (
             {"tp_size": 4, "tp_mode": "2d", "extra_axes": {"row": 2}},

@@ -136,12 +136,6 @@ def test_an_empty_batch_is_refused():
         split_batch(torch.zeros(0, 3), num_microbatches=2, microbatch_size=None)
 
 
-@pytest.mark.parametrize(("number", "size"), [(None, None), (2, 2), (0, None), (None, -1)])
-def test_numbers_that_do_not_say_how_to_split_are_refused(number, size):
-    with pytest.raises(ConfigError, match="do not define a split of a batch of 4 samples"):
-        split_batch(torch.zeros(4), num_microbatches=number, microbatch_size=size)
-
-
 def test_scalars_become_their_mean_by_samples():
     losses = [torch.tensor(1.0), torch.tensor(4.0)]
     assert join_outputs(losses, [2, 1]).item() == 2.0

@@ -299,12 +299,6 @@ def test_a_directory_that_can_not_be_used(tmp_path, directory):
     assert (descriptors(), num_threads()) == before
 
 
-def test_no_threads(tmp_path):
-    with pytest.raises(ConfigError, match="num_threads=0"):
-        DiskTier(str(tmp_path), num_threads=0)
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="there is no file system in memory to try")
 def test_a_directory_in_memory_is_said(capsys):
     tier = DiskTier("/dev/shm")

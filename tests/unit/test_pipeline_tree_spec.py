@@ -13,9 +13,8 @@ import torch
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast, ModelOutput
 
-from booster.comm import TensorMeta
 from booster.errors import ConfigError
-from booster.plugins.hybrid_parallel.pipeline_parallel.tree_spec import TreeSpec, flatten
+from booster.plugins.hybrid_parallel.pipeline_parallel.tree_spec import TensorLeaf, TreeSpec, flatten
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -94,7 +93,7 @@ def test_a_tree_is_built_again(name):
     assert hash(decoded) == hash(form)
     assert decoded.encode() == form.encode()
     assert same(decoded.build(tensors), TREES[name])
-    assert [(one.shape, one.dtype) for one in form.specs] == [(tuple(one.shape), one.dtype) for one in tensors]
+    assert [(one.shape, one.dtype) for one in form.tensors] == [(tuple(one.shape), one.dtype) for one in tensors]
 
 
 def test_forms_of_different_trees_differ():
@@ -107,11 +106,10 @@ def test_forms_of_different_trees_differ():
 
 def test_a_form_knows_what_is_differentiable():
     _, form = flatten([x(2).requires_grad_(), x(3), torch.tensor([1], dtype=torch.int8)])
-    assert [one.requires_grad for one in form.tensors] == [True, False, False]
-    assert form.specs == (
-        TensorMeta((2,), torch.float32),
-        TensorMeta((3,), torch.float32),
-        TensorMeta((1,), torch.int8),
+    assert form.tensors == (
+        TensorLeaf((2,), torch.float32, True),
+        TensorLeaf((3,), torch.float32, False),
+        TensorLeaf((1,), torch.int8, False),
     )
     assert TreeSpec.decode(form.encode()).tensors == form.tensors
 

@@ -16,9 +16,9 @@ from booster.launch.rendezvous import RankInfo, open_store, rendezvous
 
 
 def card(**changed):
-    usual = {"host": "a", "world_size": 3, "backend": "gloo", "seed": 1, "address": ""}
+    own = {name: changed.pop(name) for name in ("host", "address") if name in changed}
     limits = {"timeout_seconds": 600, "setup_timeout_seconds": 1800, "checkpoint_timeout_seconds": 1800}
-    return RankInfo(**usual | limits | changed)
+    return RankInfo(settings={"world_size": 3, "backend": "gloo", "seed": 1} | limits | changed, **{"host": "a"} | own)
 
 
 def meet_all(cards):

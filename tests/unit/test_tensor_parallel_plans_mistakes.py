@@ -65,9 +65,6 @@ def test_other_names_of_styles_and_styles_with_numbers() -> None:
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ({}, "is not a plan: give a mapping"),
-        (["layers"], "is not a plan: give a mapping"),
-        ({3: "colwise"}, "names must be strings"),
         ({"layers.*.upp": "colwise"}, r"matches no module .* did you mean 'layers\.\*\.up'"),
         ({"layers.*.up": "columns"}, "unknown style 'columns' .*: choose one of .*colwise"),
         ({"layers.*.up": 3}, "is not a style: write the name of one"),

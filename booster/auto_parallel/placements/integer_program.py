@@ -26,17 +26,12 @@ from numpy.typing import NDArray
 from booster.errors import ConfigError
 
 Matrix = NDArray[np.float64]
+_Row = tuple[dict[int, float], float, float]  # of a sparse matrix of constraints: coefficients by column, and bounds
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """Optimal choices.
-
-    Attributes:
-        choices: Choice of each node.
-        cost: Sum of all costs.
-        memory: Sum of the memory of all nodes.
-    """
+    """Optimal choice of each node, and the sums of their costs and of their memory."""
 
     choices: tuple[int, ...]
     cost: float
@@ -74,17 +69,9 @@ class IntegerProgram:
         before = self._edges.get((source, target))
         self._edges[source, target] = matrix.copy() if before is None else before + matrix
 
-    def reduce(self, allowed: Mapping[int, Iterable[int]] | None = None) -> ReducedProgram | None:
-        """Return the smaller program with the same optimum, or None if no choices fit to each other.
-
-        Args:
-            allowed: Choices that nodes may take, by node; optional, defaults to all.
-        """
-        given = {node: frozenset(one) for node, one in (allowed or {}).items()}
-        kept = {
-            node: np.array([node not in given or index in given[node] for index in range(len(one))], dtype=bool)
-            for node, one in enumerate(self._nodes)
-        }
+    def reduce(self) -> ReducedProgram | None:
+        """Return the smaller program with the same optimum, or None if no choices fit to each other."""
+        kept = {node: np.ones(len(one), dtype=bool) for node, one in enumerate(self._nodes)}
         if not _remove_excluded(kept, self._edges):
             return None
         states = {
@@ -95,45 +82,19 @@ class IntegerProgram:
         _merge(states, edges)
         return ReducedProgram(len(self._nodes), states, edges)
 
-    def solve(self, *, memory_budget: float | None = None) -> Solution | None:
-        """Return the choices of the least cost, or None if there are none; see `ReducedProgram.solve`."""
-        reduced = self.reduce()
-        return None if reduced is None else reduced.solve(memory_budget=memory_budget)
-
 
 class ReducedProgram:
-    """Program whose nodes are merged; see Note [Integer program].
-
-    Args:
-        num_nodes: Number of nodes before.
-        states: Choices of each merged node.
-        edges: Costs of the edges between them.
-    """
+    """Program whose nodes are merged; see Note [Integer program]."""
 
     def __init__(
         self, num_nodes: int, states: Mapping[int, list[_State]], edges: Mapping[tuple[int, int], Matrix]
     ) -> None:
         self._num_nodes, self._states, self._edges = num_nodes, states, edges
 
-    @property
-    def num_choices(self) -> int:
-        """Number of choices of all merged nodes."""
-        return sum(map(len, self._states.values()))
-
-    def choices_left(self, node: int) -> frozenset[int]:
-        """Return the choices of a node that fit to some of its neighbors'."""
-        return frozenset(
-            choice for one in self._states.values() for state in one for index, choice in state.choices if index == node
-        )
-
     def solve(
         self, *, memory_budget: float | None = None, allowed: Mapping[int, Iterable[int]] | None = None
     ) -> Solution | None:
-        """Return the choices of the least cost, or None if there are none.
-
-        Args:
-            memory_budget: Most memory; optional, defaults to no limit.
-            allowed: Choices that nodes may take, by node; optional, defaults to all.
+        """Return the choices of the least cost among those allowed, within a budget, or None if there are none.
 
         Raises:
             ConfigError: scipy is not installed.
@@ -149,10 +110,7 @@ class ReducedProgram:
         return None if chosen is None else self._solution(chosen)
 
     def least_memory(self, allowed: Mapping[int, Iterable[int]] | None = None) -> float:
-        """Return the memory of the choices that need the least.
-
-        Args:
-            allowed: Choices that nodes may take, by node; optional, defaults to all.
+        """Return the memory of the allowed choices that need the least.
 
         Raises:
             ConfigError: scipy is not installed.
@@ -171,16 +129,6 @@ class ReducedProgram:
         cost = sum(one.cost for one in taken)
         cost += sum(float(matrix[chosen[u], chosen[v]]) for (u, v), matrix in self._edges.items())
         return Solution(tuple(choices[node] for node in range(self._num_nodes)), cost, sum(one.memory for one in taken))
-
-
-def _import_scipy() -> tuple[Any, Any]:
-    try:
-        from scipy import optimize, sparse
-    except ImportError as error:
-        raise ConfigError(
-            "the solver of placements needs scipy, which is not installed: pip install 'torch-booster[auto]'"
-        ) from error
-    return optimize, sparse
 
 
 def _remove_excluded(kept: dict[int, NDArray[np.bool_]], edges: Mapping[tuple[int, int], Matrix]) -> bool:
@@ -255,33 +203,40 @@ def _optimize(
     forbidden: Collection[tuple[int, int]],
 ) -> dict[int, int] | None:
     """Return the choice of each merged node by HiGHS (Huangfu and Hall, 2018), or None if there is none."""
-    optimize, sparse = _import_scipy()
+    try:
+        from scipy import optimize, sparse
+    except ImportError as error:
+        raise ConfigError(
+            "the solver of placements needs scipy, which is not installed: pip install 'torch-booster[auto]'"
+        ) from error
     first: dict[int, int] = {}
     costs: list[float] = []
     for node, one in states.items():
         first[node] = len(costs)
         costs.extend(state.cost for state in one)
     num_choices = len(costs)
-    rows = _Rows()
-    for node, one in states.items():
-        rows.add({first[node] + index: 1.0 for index in range(len(one))}, 1.0, 1.0)
+    rows: list[_Row] = [({first[node] + i: 1.0 for i in range(len(one))}, 1.0, 1.0) for node, one in states.items()]
     for (u, v), matrix in edges.items():
         _add_edge(rows, costs, matrix, first[u], first[v])
     memories = {first[node] + i: state.memory for node, one in states.items() for i, state in enumerate(one)}
     unit = max(map(abs, memories.values()), default=0.0) or 1.0
     if memory_budget is not None:
-        rows.add({key: value / unit for key, value in memories.items() if value}, -math.inf, memory_budget / unit)
+        used = {key: value / unit for key, value in memories.items() if value}
+        rows.append((used, -math.inf, memory_budget / unit))
     scale = max(map(abs, costs), default=0.0) or 1.0  # seconds and bytes are far from the solver's tolerances
     integrality = np.zeros(len(costs))
     integrality[:num_choices] = 1
     most = np.ones(len(costs))
     most[[first[node] + index for node, index in forbidden]] = 0
-    matrix = sparse.csr_array((rows.values, (rows.rows, rows.columns)), shape=(len(rows.low), len(costs)))
+    entries = [(row, column, value) for row, (one, _, _) in enumerate(rows) for column, value in one.items()]
+    row_indices, columns, values = zip(*entries, strict=True)
+    matrix = sparse.csr_array((values, (row_indices, columns)), shape=(len(rows), len(costs)))
+    low, high = [one[1] for one in rows], [one[2] for one in rows]
     found = optimize.milp(
         np.array(costs) / scale,
         integrality=integrality,
         bounds=optimize.Bounds(0, most),
-        constraints=optimize.LinearConstraint(matrix, rows.low, rows.high),
+        constraints=optimize.LinearConstraint(matrix, low, high),
         options={"mip_rel_gap": 0.0},
     )
     if found.x is None:
@@ -289,34 +244,16 @@ def _optimize(
     return {node: int(np.argmax(found.x[first[node] : first[node] + len(one)])) for node, one in states.items()}
 
 
-class _Rows:
-    """Rows of a sparse matrix of constraints, with their bounds."""
-
-    def __init__(self) -> None:
-        self.rows: list[int] = []
-        self.columns: list[int] = []
-        self.values: list[float] = []
-        self.low: list[float] = []
-        self.high: list[float] = []
-
-    def add(self, coefficients: Mapping[int, float], low: float, high: float) -> None:
-        """Add a row with these coefficients by column."""
-        for column, value in coefficients.items():
-            self.rows.append(len(self.low))
-            self.columns.append(column)
-            self.values.append(value)
-        self.low.append(low)
-        self.high.append(high)
-
-
-def _add_edge(rows: _Rows, costs: list[float], matrix: Matrix, u: int, v: int) -> None:
+def _add_edge(rows: list[_Row], costs: list[float], matrix: Matrix, u: int, v: int) -> None:
     """Add an edge's constraints, and the products of choices as variables if it has costs."""
     fits = np.isfinite(matrix)
     if not matrix[fits].any():
         for index in range(matrix.shape[0]):
-            rows.add({u + index: 1.0, **{v + int(j): -1.0 for j in np.flatnonzero(fits[index])}}, -math.inf, 0.0)
+            others = {v + int(j): -1.0 for j in np.flatnonzero(fits[index])}
+            rows.append(({u + index: 1.0, **others}, -math.inf, 0.0))
         for index in range(matrix.shape[1]):
-            rows.add({v + index: 1.0, **{u + int(i): -1.0 for i in np.flatnonzero(fits[:, index])}}, -math.inf, 0.0)
+            others = {u + int(i): -1.0 for i in np.flatnonzero(fits[:, index])}
+            rows.append(({v + index: 1.0, **others}, -math.inf, 0.0))
         return
     products: dict[tuple[int, int], int] = {}
     for i, j in np.argwhere(fits).tolist():
@@ -324,7 +261,7 @@ def _add_edge(rows: _Rows, costs: list[float], matrix: Matrix, u: int, v: int) -
         costs.append(float(matrix[i, j]))
     for index in range(matrix.shape[0]):
         own = {column: 1.0 for (i, _), column in products.items() if i == index}
-        rows.add({**own, u + index: -1.0}, 0.0, 0.0)
+        rows.append(({**own, u + index: -1.0}, 0.0, 0.0))
     for index in range(matrix.shape[1]):
         own = {column: 1.0 for (_, j), column in products.items() if j == index}
-        rows.add({**own, v + index: -1.0}, 0.0, 0.0)
+        rows.append(({**own, v + index: -1.0}, 0.0, 0.0))

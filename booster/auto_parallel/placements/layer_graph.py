@@ -15,9 +15,11 @@ tensors between layers are replicated.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -29,7 +31,7 @@ from booster.core.model_wrapper import call_with_batch
 from booster.errors import ConfigError
 from booster.estimate.allocation_tracker import run_operator, storage_key
 from booster.estimate.estimate import TrainingRecipe, new_fake_mode
-from booster.estimate.operator_costs import OperatorCost, operator_cost
+from booster.estimate.operator_costs import CostRecorder, OperatorCost
 from booster.estimate.repeated_layers import find_repeated_layers
 from booster.estimate.simulation import on_fake_tensors
 from booster.pytree import iter_tensors, map_tensors
@@ -63,10 +65,7 @@ class TensorShape:
     @property
     def num_bytes(self) -> int:
         """Bytes of its elements."""
-        numel = 1
-        for size in self.shape:
-            numel *= size
-        return numel * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +73,15 @@ class Operand:
     """Place of a tensor among an operator's arguments: the index of the node's input."""
 
     index: int
+
+
+def with_operands(tree: Any, values: Sequence[Any]) -> Any:
+    """Return arguments of an operator with values in the places of its tensors."""
+    if isinstance(tree, Operand):
+        return values[tree.index]
+    if isinstance(tree, dict):
+        return {key: with_operands(one, values) for key, one in tree.items()}
+    return type(tree)(with_operands(one, values) for one in tree) if isinstance(tree, (list, tuple)) else tree
 
 
 @dataclass(slots=True, kw_only=True)
@@ -167,12 +175,7 @@ def is_embedding(module: nn.Module) -> bool:
 
 
 def record_step(recipe: TrainingRecipe) -> LayerGraph:
-    """Record a training step of a model on fake tensors; see Note [Operator graph].
-
-    Of a long stack of identical layers, a few are recorded.
-
-    Args:
-        recipe: What is trained.
+    """Record a training step on fake tensors, with a few of many identical layers; see Note [Operator graph].
 
     Raises:
         ConfigError: The model can't be run on fake tensors, or the loss does not depend on it.
@@ -208,17 +211,19 @@ def _has_operators_between(graph: LayerGraph, layers: Sequence[str]) -> bool:
 def _record(recipe: TrainingRecipe, layers: tuple[str, int] | None = None) -> LayerGraph:
     """Record a step of a model, or of one with the first layers of a list."""
     mode = new_fake_mode()
-    training = recipe.make_fake(mode, torch.device("cpu"), layers)
-    model, optimizer = training.model, training.optimizer
+    model, optimizer, batch = recipe.make_fake(mode, torch.device("cpu"), layers)
     model.train()
     recorder = _Recorder(model)
     with ExitStack() as stack:
         stack.enter_context(mode)
         stack.enter_context(recorder)
         stack.enter_context(_hooks(model, recorder))
-        for tensor in iter_tensors(training.batch):
+        for tensor in iter_tensors(batch):
             recorder.leaf(tensor)
-        outputs, loss = _run_forward(model, training.batch, training.criterion)
+        advice = "its control flow depends on values of the batch: give plan= to the plugin instead"
+        with on_fake_tensors(model, "record its operators", advice):
+            outputs = call_with_batch(model, batch)
+            loss = recipe.criterion(outputs, batch)
         returned = [recorder.value_of(one) for one in iter_tensors(outputs)]
         recorder.end_forward()
         loss_value = recorder.value_of(loss)
@@ -228,8 +233,8 @@ def _record(recipe: TrainingRecipe, layers: tuple[str, int] | None = None) -> La
                 " criterion of the model's outputs"
             )
         loss.backward()  # type: ignore[no-untyped-call]
-    costs: list[OperatorCost] = []
-    with mode, _StepRecorder(costs):
+    step = CostRecorder()
+    with mode, step:
         optimizer.step()
     trained = [one for one in model.parameters() if one.grad is not None]
     num_elements = sum(one.numel() for one in trained) or 1
@@ -243,21 +248,10 @@ def _record(recipe: TrainingRecipe, layers: tuple[str, int] | None = None) -> La
         outputs=tuple(one for one in returned if one is not None),
         users_of_weight={name: frozenset(users) for name, users in recorder.users.items()},
         state_bytes=sum(one.nbytes for one in states) / num_elements,
-        step_costs=costs,
+        step_costs=step.costs,
         step_elements=num_elements,
         num_elements=sum(one.numel() for one in recipe.model.parameters() if one.requires_grad),
     )
-
-
-def _run_forward(
-    model: nn.Module, batch: Any, criterion: Callable[[Any, Any], torch.Tensor]
-) -> tuple[Any, torch.Tensor]:
-    """Return the outputs of a model, and their loss."""
-    advice = "its control flow depends on values of the batch: give plan= to the plugin instead"
-    with on_fake_tensors(model, "record its operators", advice):
-        outputs = call_with_batch(model, batch)
-        loss = criterion(outputs, batch)
-    return outputs, loss
 
 
 class _Recorder(TorchDispatchMode):
@@ -270,14 +264,14 @@ class _Recorder(TorchDispatchMode):
         self._values: dict[int, Value] = {}
         self._alive: list[torch.Tensor] = []  # keeps `id`s and storages unique
         self._roots: dict[int, int] = {}
+        self._shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._is_paused = self._is_backward = False
         self.layer = ""
         self.calls: list[str] = []  # linear layers and embeddings whose forward runs
         stacks = find_stacks(model)
-        self._parameters = {}
-        for name, parameter in model.named_parameters():
-            layer = stack_layer_of(name, stacks) or ""
-            self._parameters[id(parameter)] = (name, layer)
+        parameters = list(model.named_parameters())
+        self._layers = {name: stack_layer_of(name, stacks) or "" for name, _ in parameters}
+        self._names = {id(parameter): name for name, parameter in parameters}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -332,15 +326,17 @@ class _Recorder(TorchDispatchMode):
         self._write(node, [copy])
         return copy
 
+    def shared_site(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the output of the site of a tensor that linear layers read: one per tensor."""
+        if id(tensor) not in self._shared:
+            self._shared[id(tensor)] = (tensor, _Site.apply(tensor, self, "shared", "", _pass))
+        return self._shared[id(tensor)][1]
+
     def gradient(self, name: str, tensor: torch.Tensor) -> None:
         """Record the gradient of a parameter."""
         node = self._node("gradient", [self._read(tensor)], [TensorShape.of(tensor)], name=name)
-        node.outputs, node.layer = [TensorShape.of(tensor)], self._layer_of_parameter[name]
+        node.outputs, node.layer = [TensorShape.of(tensor)], self._layers[name]
         node.storages = [self._storage(tensor)]
-
-    @property
-    def _layer_of_parameter(self) -> dict[str, str]:
-        return dict(self._parameters.values())
 
     def _node(
         self, kind: Any, inputs: list[Value | None], shapes: list[TensorShape], *, site: Site = "", **given: Any
@@ -358,14 +354,13 @@ class _Recorder(TorchDispatchMode):
         return node
 
     def _read(self, tensor: torch.Tensor) -> Value | None:
-        known = self._parameters.get(id(tensor))
-        if known is not None:
-            name, layer = known
+        name = self._names.get(id(tensor))
+        if name is not None:
             if not self._is_backward:
                 self.users.setdefault(name, set()).add(self.calls[-1] if self.calls else "")
             if id(tensor) not in self._values:
                 node = self._node("parameter", [], [], name=name)
-                node.layer, node.is_backward = layer, False
+                node.layer, node.is_backward = self._layers[name], False
                 self._write(node, [tensor])
         return self._values.get(id(tensor))
 
@@ -381,24 +376,6 @@ class _Recorder(TorchDispatchMode):
         """Return the key of a tensor's storage; a site's output is counted as its input."""
         key = storage_key(tensor)
         return self._roots.get(key, key)
-
-
-class _StepRecorder(TorchDispatchMode):
-    """Dispatch mode that collects the costs of the optimizer's operators."""
-
-    def __init__(self, costs: list[OperatorCost]) -> None:
-        super().__init__()
-        self._costs = costs
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is not torch.ops.prim.device.default:
-            cost = operator_cost(func, args, kwargs or {}, result)
-            if cost is not None:
-                self._costs.append(cost)
-        return result
 
 
 class _Site(torch.autograd.Function):
@@ -433,24 +410,15 @@ def _hooks(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
             layer = modules[name]
             stack.callback(layer.register_forward_pre_hook(scope.enter, with_kwargs=True).remove)
             stack.callback(layer.register_forward_hook(scope.leave).remove)
-        shared = _SharedInputs(recorder)
         for name, module in modules.items():
             if is_linear(module) or is_embedding(module):
-                sites = _ModuleSites(name, recorder, shared, has_site_at_input=is_linear(module))
+                sites = _ModuleSites(name, recorder, has_site_at_input=is_linear(module))
                 stack.callback(module.register_forward_pre_hook(sites.enter, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(sites.leave).remove)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                stack.callback(parameter.register_hook(_GradientHook(name, recorder)).remove)
+                stack.callback(parameter.register_hook(partial(recorder.gradient, name)).remove)
         yield
-
-
-class _GradientHook:
-    def __init__(self, name: str, recorder: _Recorder) -> None:
-        self._name, self._recorder = name, recorder
-
-    def __call__(self, grad: torch.Tensor) -> None:
-        self._recorder.gradient(self._name, grad)
 
 
 class _LayerScope:
@@ -489,32 +457,18 @@ class _LayerScope:
             self._recorder.layer = ""
 
 
-class _SharedInputs:
-    """Sites of tensors that linear layers read: one per tensor."""
-
-    def __init__(self, recorder: _Recorder) -> None:
-        self._recorder = recorder
-        self._marked: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def mark(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the output of the tensor's site."""
-        if id(tensor) not in self._marked:
-            self._marked[id(tensor)] = (tensor, _Site.apply(tensor, self._recorder, "shared", "", _pass))
-        return self._marked[id(tensor)][1]
-
-
 class _ModuleSites:
     """Hooks of a linear layer or an embedding, which insert sites at its input and output."""
 
-    def __init__(self, name: str, recorder: _Recorder, shared: _SharedInputs, *, has_site_at_input: bool) -> None:
-        self._name, self._recorder, self._shared = name, recorder, shared
+    def __init__(self, name: str, recorder: _Recorder, *, has_site_at_input: bool) -> None:
+        self._name, self._recorder = name, recorder
         self._has_site_at_input = has_site_at_input
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._recorder.calls.append(self._name)
         if not self._has_site_at_input or not args or not isinstance(args[0], torch.Tensor):
             return None
-        shared = self._shared.mark(args[0])
+        shared = self._recorder.shared_site(args[0])
         return (_Site.apply(shared, self._recorder, "input", self._name, _pass), *args[1:]), kwargs
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:

@@ -85,13 +85,7 @@ class LayoutConversion:
 
 @dataclass(frozen=True, slots=True)
 class AxisSpeed:
-    """Speed of one mesh axis.
-
-    Attributes:
-        size: Number of ranks along the axis.
-        collectives: Speeds of its collectives, in the order of their names.
-        copy: Time of a local copy by its bytes.
-    """
+    """Speed of one mesh axis: its number of ranks, its collectives in the order of their names, and a local copy."""
 
     size: int
     collectives: tuple[CollectiveSpeed, ...]

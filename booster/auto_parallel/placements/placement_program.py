@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +25,7 @@ from booster.estimate.machine_profile import MachineProfile
 from booster.estimate.operator_costs import operator_cost
 
 from .integer_program import IntegerProgram, Solution
-from .layer_graph import LayerGraph, Node, Operand, TensorShape, Value
+from .layer_graph import LayerGraph, Node, TensorShape, Value, with_operands
 from .layout_conversion import AxisSpeed
 from .sharding_rules import PARTIAL, REPLICATED, Strategy, TensorPlacement, sharded, sharding_rules
 from .styles import ModuleStyle, StyledModule, module_before, output_heads
@@ -36,12 +35,7 @@ _OPERATION_OF = {("partial", "replicated"): "all_reduce", ("sharded", "replicate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
-    """Costs on one machine.
-
-    Attributes:
-        profile: Speed of the machine.
-        axis: Speed of the tensor-parallel axis.
-    """
+    """Costs on one machine, by the speed of its operators and of the tensor-parallel axis."""
 
     profile: MachineProfile
     axis: AxisSpeed
@@ -53,10 +47,12 @@ class StepCosts:
 
     def operator(self, node: Node, strategy: Strategy) -> float:
         """Return the seconds of an operator on a rank."""
-        tensors = _local_tensors(node.input_shapes, strategy.inputs, self.num_ranks)
-        results = _local_tensors(node.outputs, strategy.outputs, self.num_ranks)
-        args, kwargs = _with_tensors((node.args, dict(node.kwargs)), tensors)
-        cost = operator_cost(node.func, args, kwargs, _with_tensors(node.result, results))
+        tensors, results = (
+            [_local(shape, one, self.num_ranks) for shape, one in zip(shapes, placements, strict=True)]
+            for shapes, placements in ((node.input_shapes, strategy.inputs), (node.outputs, strategy.outputs))
+        )
+        args, kwargs = with_operands((node.args, dict(node.kwargs)), tensors)
+        cost = operator_cost(node.func, args, kwargs, with_operands(node.result, results))
         seconds = 0.0 if cost is None else self.call(cost.seconds(self.profile))
         rows = math.prod(node.outputs[0].shape[:-1])
         return seconds + sum(self.all_reduce(4 * number * rows) for number in strategy.reductions)
@@ -94,9 +90,7 @@ class StepCosts:
 def data_parallel_seconds(graph: LayerGraph, costs: StepCosts) -> float:
     """Return the seconds of a step with replicated weights, whose gradients are all-reduced beside backward.
 
-    Args:
-        graph: Graph of a rank's share of the batch.
-        costs: Costs of the machine.
+    The graph is that of a rank's share of the batch.
     """
     computation = {False: 0.0, True: 0.0}
     gradient_bytes = 0
@@ -129,14 +123,7 @@ class _Choices:
 
 
 class PlacementProgram:
-    """Integer program of a training step; see Note [Placement costs].
-
-    Args:
-        model: The user's model.
-        graph: Graph of its training step.
-        modules: Modules with styles.
-        costs: Costs of the machine.
-    """
+    """Integer program of a training step; see Note [Placement costs]."""
 
     def __init__(
         self,
@@ -336,10 +323,7 @@ class PlacementProgram:
 
     def _add_styles(self) -> None:
         """Add a node with the style of each module, and edges to what the style is made of."""
-        parameters: dict[str, int] = {}
-        for index, node in self._graph.kept():
-            if node.kind == "parameter":
-                parameters[node.name] = index
+        parameters = {node.name: index for index, node in self._graph.kept() if node.kind == "parameter"}
         for name, module in self._modules.items():
             variable = self.styles[name] = self.program.add_node([0.0] * len(module.styles))
             weights = self._choices[parameters[module.weight]].outputs(0)
@@ -354,10 +338,8 @@ class PlacementProgram:
     def _connect_style(self, index: int, node: Node) -> None:
         strategies = self._choices[index].strategies
         styles = self._modules[node.name].styles
-        if node.site == "input":
-            fits = [[style.fits_input(one.inputs[0], one.outputs[0]) for one in strategies] for style in styles]
-        else:
-            fits = [[style.fits_output(one.inputs[0], one.outputs[0]) for one in strategies] for style in styles]
+        are_fit = ModuleStyle.fits_input if node.site == "input" else ModuleStyle.fits_output
+        fits = [[are_fit(style, one.inputs[0], one.outputs[0]) for one in strategies] for style in styles]
         self.program.add_edge(self.styles[node.name], self._variables[index], _excluding(fits))
 
     def _connect_gradient(self, index: int, parameter: int) -> None:
@@ -403,12 +385,6 @@ def _kept_storages(graph: LayerGraph) -> Mapping[int, tuple[int, ...]]:
     return {index: tuple(outputs) for index, outputs in found.items()}
 
 
-def _local_tensors(
-    shapes: Sequence[TensorShape], placements: Sequence[TensorPlacement], num_ranks: int
-) -> list[torch.Tensor]:
-    return [_local(shape, one, num_ranks) for shape, one in zip(shapes, placements, strict=True)]
-
-
 def _local(shape: TensorShape, placement: TensorPlacement, num_ranks: int) -> torch.Tensor:
     """Return a tensor without values of the shape that a rank has, expanded where the tensor is."""
     sizes = placement.local_shape(shape.shape, num_ranks)
@@ -418,12 +394,3 @@ def _local(shape: TensorShape, placement: TensorPlacement, num_ranks: int) -> to
             strides[dim] = step
             step *= max(sizes[dim], 1)
     return torch.empty_strided(sizes, strides, dtype=shape.dtype, device="meta")
-
-
-def _with_tensors(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Return arguments with tensors in the place of operands."""
-    if isinstance(tree, Operand):
-        return tensors[tree.index]
-    if isinstance(tree, dict):
-        return {key: _with_tensors(one, tensors) for key, one in tree.items()}
-    return type(tree)(_with_tensors(one, tensors) for one in tree) if isinstance(tree, (list, tuple)) else tree

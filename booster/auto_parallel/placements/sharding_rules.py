@@ -34,7 +34,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from booster.errors import ConfigError
 
-from .layer_graph import Node, Operand, TensorShape
+from .layer_graph import Node, TensorShape, with_operands
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -94,11 +94,7 @@ _READS_BLOCKS = ("split", "cat", "slice", "select", "narrow", "unbind", "roll", 
 
 
 class ShardingRules:
-    """Strategies of operators; see Note [Strategies].
-
-    Args:
-        num_ranks: Number of ranks of the mesh.
-    """
+    """Strategies of operators on a number of ranks; see Note [Strategies]."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -107,12 +103,7 @@ class ShardingRules:
         self._known: dict[Any, tuple[TensorPlacement, ...] | None] = {}
 
     def strategies(self, node: Node, options: Sequence[Iterable[TensorPlacement]]) -> list[Strategy]:
-        """Return the strategies of an operator.
-
-        Args:
-            node: Node of the operator.
-            options: Placements that each of its inputs may have.
-        """
+        """Return the strategies of an operator whose inputs may each have some placements."""
         found = [] if any(REPLICATED not in one for one in options) else [self._replicated(node)]
         for inputs in _combinations(node, [tuple(one) for one in options]):
             if all(one == REPLICATED for one in inputs):
@@ -160,7 +151,7 @@ class ShardingRules:
 
     def _propagate(self, node: Node, inputs: tuple[TensorPlacement, ...]) -> tuple[TensorPlacement, ...] | None:
         specs = [self._spec(shape, one) for shape, one in zip(node.input_shapes, inputs, strict=True)]
-        args, kwargs = _with_specs((node.args, dict(node.kwargs)), specs)
+        args, kwargs = with_operands((node.args, dict(node.kwargs)), specs)
         try:
             with torch.no_grad():
                 answer = self._propagator.propagate_op_sharding_non_cached(OpSchema(node.func, args, kwargs))
@@ -211,10 +202,7 @@ def _combinations(node: Node, options: list[tuple[TensorPlacement, ...]]) -> Ite
     sources = [source if source is not None else index for index, source in enumerate(node.inputs)]
     distinct = list(dict.fromkeys(sources))
     choices = [options[sources.index(one)] for one in distinct]
-    number = 1
-    for one in choices:
-        number *= len(one)
-    if number > _MAX_COMBINATIONS:  # all alike, where they can be
+    if math.prod(map(len, choices)) > _MAX_COMBINATIONS:  # all alike, where they can be
         for placement in dict.fromkeys(itertools.chain(*choices)):
             yield tuple(placement if placement in one else REPLICATED for one in options)
         return
@@ -250,16 +238,6 @@ def _specs(tree: Any) -> Iterator[DTensorSpec]:
         yield from itertools.chain(*(_specs(one) for one in tree.values()))
     elif isinstance(tree, (list, tuple)):
         yield from itertools.chain(*(_specs(one) for one in tree))
-
-
-def _with_specs(tree: Any, specs: Sequence[DTensorSpec]) -> Any:
-    if isinstance(tree, Operand):
-        return specs[tree.index]
-    if isinstance(tree, dict):
-        return {key: _with_specs(one, specs) for key, one in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_with_specs(one, specs) for one in tree)
-    return tree
 
 
 def _repacked(
@@ -324,14 +302,6 @@ def _join_blocks(node: Node, inputs: tuple[TensorPlacement, ...], num_ranks: int
     return (sharded(dim, len(inputs)),)
 
 
-def _embedding(node: Node) -> Iterator[Strategy]:
-    yield Strategy((sharded(0), REPLICATED), (PARTIAL,))
-
-
-def _embedding_backward(node: Node) -> Iterator[Strategy]:
-    yield Strategy((REPLICATED, REPLICATED), (sharded(0),))
-
-
 def _log_softmax(node: Node) -> Iterator[Strategy]:
     last = len(node.outputs[0].shape) - 1
     if node.args[1] % (last + 1) == last and last > 0:
@@ -366,8 +336,8 @@ def _attention(node: Node) -> Iterator[Strategy]:
 
 
 _OWN_RULES: Mapping[str, Callable[[Node], Iterator[Strategy]]] = {
-    "embedding": _embedding,
-    "embedding_dense_backward": _embedding_backward,
+    "embedding": lambda _: iter([Strategy((sharded(0), REPLICATED), (PARTIAL,))]),
+    "embedding_dense_backward": lambda _: iter([Strategy((REPLICATED, REPLICATED), (sharded(0),))]),
     "_log_softmax": _log_softmax,
     "_log_softmax_backward_data": _log_softmax_backward,
     "nll_loss_forward": _nll_loss,

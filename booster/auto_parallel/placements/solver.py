@@ -188,17 +188,7 @@ def solve_placements(
 
 
 class _Search:
-    """Program of a model with its solutions.
-
-    Args:
-        model: The user's model.
-        graph: Its graph.
-        costs: Costs of the machine.
-        memory_budget: Most memory, optional.
-
-    Attributes:
-        seconds_data_parallel: Time of a step with replicated weights.
-    """
+    """Program of a model with its solutions."""
 
     seconds_data_parallel: float
 
@@ -324,23 +314,17 @@ def _grouped(choices: Mapping[str, ModuleChoice], modules: Sequence[str]) -> Ite
     groups: dict[str, list[str]] = {}
     for name in modules:
         if name in choices:
-            groups.setdefault(_generalize(name), []).append(name)
+            pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
+            groups.setdefault(pattern, []).append(name)
     for pattern, names in groups.items():
-        matched = [one for one in modules if _matches(pattern, one)]
+        regex = re.escape(pattern).replace(r"\*", r"[^.]*")
+        matched = [one for one in modules if re.fullmatch(regex, one)]
         is_uniform = len({choices[name].style for name in names}) == 1
         if is_uniform and sorted(matched) == sorted(names):
             yield replace(choices[names[0]], pattern=pattern, num_modules=len(names))
             continue
         for name in names:
             yield replace(choices[name], pattern=name)
-
-
-def _generalize(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
-def _matches(pattern: str, name: str) -> bool:
-    return re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]*"), name) is not None
 
 
 def _owner(name: str) -> str:

@@ -76,13 +76,7 @@ class ModuleStyle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StyledModule:
-    """A module that styles apply to.
-
-    Attributes:
-        name: Its name.
-        weight: Name of its weight, as the graph has it.
-        styles: Styles that it may have.
-    """
+    """A module that styles apply to, with the name of its weight in the graph, and the styles that it may have."""
 
     name: str
     weight: str
@@ -90,14 +84,9 @@ class StyledModule:
 
 
 def styled_modules(model: nn.Module, graph: LayerGraph, num_ranks: int) -> list[StyledModule]:
-    """Return the linear layers and embeddings of a graph with their styles.
+    """Return the linear layers and embeddings of a model's graph with their styles.
 
     A weight that other code reads too, such as a functional call, stays replicated.
-
-    Args:
-        model: The user's model.
-        graph: Its graph.
-        num_ranks: Number of tensor-parallel ranks.
     """
     called = {node.name for _, node in graph.kept() if node.kind == "site" and node.site == "output"}
     names_of = _names_of_weights(model)
@@ -196,10 +185,6 @@ def output_heads(model: nn.Module, graph: LayerGraph) -> frozenset[str]:
     for _, node in graph.kept():
         if str(node.func).startswith("aten._log_softmax.") and not node.layer:
             source = module_before(graph, node.inputs[0])
-            if source is not None and not _is_in_layer(graph, source):
+            if source is not None and not any(source.startswith(f"{layer}.") for layer in graph.counts if layer):
                 found.add(source)
     return frozenset(found)
-
-
-def _is_in_layer(graph: LayerGraph, name: str) -> bool:
-    return any(name.startswith(f"{layer}.") for layer in graph.counts if layer)

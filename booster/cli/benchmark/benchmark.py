@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from booster.cli.arguments import add_command, add_option
 from booster.errors import ConfigError
 
 _MORE = """\
@@ -43,51 +44,35 @@ examples:
 
 def add_parser(commands: Any) -> None:
     """Add the parser of `booster benchmark` to argparse's subparsers."""
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser = add_command(
+        commands,
         "benchmark",
+        run,
         help="measure parallel configurations of an MLP",
         description="Measure all parallel configurations of an MLP for a number of ranks on this machine.",
         epilog=_MORE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("-g", "--nproc", "--gpus", type=int, metavar="N", help="ranks (number of accelerators, else 4)")
-    parser.add_argument(
-        "-b", "--batch-size", "--batch_size", type=int, default=8, metavar="N", help="global batch size (8)"
-    )
-    parser.add_argument(
-        "-s",
-        "--sequence-length",
-        "--sequence_length",
-        "--seq-len",
-        "--seq_len",
-        type=int,
-        default=64,
-        metavar="N",
-        help="sequence length (64)",
-    )
-    parser.add_argument("-d", "--hidden", "--dimension", type=int, default=256, metavar="N", help="hidden size (256)")
-    parser.add_argument("-l", "--layers", type=int, default=2, metavar="N", help="MLP layers (2)")
-    parser.add_argument(
-        "-w", "--warmup-steps", "--warmup_steps", type=int, default=2, metavar="N", help="warmup steps (2)"
-    )
-    parser.add_argument(
-        "-p", "--profile-steps", "--profile_steps", type=int, default=5, metavar="N", help="timed steps (5)"
-    )
+
+    def add_number(*names: str, default: int | None, help: str) -> None:
+        add_option(parser, *names, type=int, default=default, metavar="N", help=help)
+
+    add_number("-g", "--nproc", "--gpus", default=None, help="ranks (number of accelerators, else 4)")
+    add_number("-b", "--batch-size", default=8, help="global batch size (8)")
+    add_number("-s", "--sequence-length", "--seq-len", default=64, help="sequence length (64)")
+    add_number("-d", "--hidden", "--dimension", default=256, help="hidden size (256)")
+    add_number("-l", "--layers", default=2, help="MLP layers (2)")
+    add_number("-w", "--warmup-steps", default=2, help="warmup steps (2)")
+    add_number("-p", "--profile-steps", default=5, help="timed steps (5)")
     parser.add_argument("-m", "--modes", default="all", metavar="A,B", help="some of the modes below (all)")
     parser.add_argument(
         "--timeout", type=float, default=300.0, metavar="SECONDS", help="time limit of a configuration (300)"
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the table into a file such as out.png")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON, in seconds and bytes")
-    parser.set_defaults(handle=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the measurements, print the table and return the exit code.
-
-    Raises:
-        ConfigError: The arguments are invalid; nothing was started.
-    """
+    """Run the measurements, print the table and return the exit code."""
     # Imported here, as these import torch, which the other commands do not need.
     from .config import BenchmarkSettings, find_configurations, modes_from_text
     from .report import check_can_draw, draw

@@ -15,18 +15,10 @@ INNER_FACTOR = 4  # intermediate size / hidden size of an MLP layer, as in trans
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchmarkSettings:
-    """Settings shared by all configurations of a benchmark.
+    """Settings shared by all configurations of a benchmark, of whose timed steps medians are reported.
 
-    Attributes:
-        num_ranks: Number of processes.
-        batch: Global batch size.
-        sequence: Sequence length.
-        hidden: Hidden size.
-        layers: Number of MLP layers, each `hidden` -> 4 * `hidden` -> `hidden`.
-        warmup_steps: Number of untimed steps before the timed ones.
-        profile_steps: Number of timed steps; their medians are reported.
-        modes: Distinct elements of `MODES`.
-        timeout_seconds: Time limit of a configuration.
+    Batch and sequence are those of the global batch. An MLP layer is `hidden` -> 4 * `hidden` -> `hidden`. The timeout
+    is that of a configuration.
     """
 
     num_ranks: int = 4

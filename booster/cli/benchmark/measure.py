@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from booster import plugins
@@ -144,25 +142,8 @@ _MEBI = 2**20
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
-@dataclass(slots=True, kw_only=True)
 class Workload:
-    """Phases of a training step to measure. Every function is collective over the world.
-
-    Attributes:
-        forward: Computes the loss.
-        backward: Computes and reduces the gradients.
-        step: Updates the weights and zeroes the gradients.
-        loss_contribution: Returns this rank's contribution to the loss of the global batch, a sum over ranks.
-    """
-
-    forward: Callable[[], torch.Tensor]
-    backward: Callable[[torch.Tensor], None]
-    step: Callable[[], None]
-    loss_contribution: Callable[[torch.Tensor], float]
-
-
-def make_workload(configuration: Configuration, settings: BenchmarkSettings, batch: Batch) -> Workload:
-    """Build the network under the configuration. Collective over the world.
+    """Training step of the network under a configuration, in phases. Every method is collective over the world.
 
     Args:
         configuration: Parallel configuration.
@@ -170,24 +151,51 @@ def make_workload(configuration: Configuration, settings: BenchmarkSettings, bat
         batch: Global batch (inputs, targets), each (batch * sequence, hidden), on the CPU and the same on every rank.
             This rank's shard is copied to its device.
     """
-    plugin = None if configuration.mode == SERIAL else _plugin_of(configuration, settings)
-    num_shards, shard_index = (1, 0) if plugin is None else (plugin.dp_size, plugin.dp_rank)
-    inputs, targets = (full.chunk(num_shards)[shard_index].clone().to(current_device()) for full in batch)
-    network = make_network(settings)
-    num_ranks = group_size()
-    booster = Booster(plugin=plugin)
-    model, optimizer, criterion, _, _ = booster.boost(network, _optimizer(network), nn.MSELoss())
 
-    def forward() -> torch.Tensor:
-        loss: torch.Tensor = criterion(model(inputs), targets)
+    def __init__(self, configuration: Configuration, settings: BenchmarkSettings, batch: Batch) -> None:
+        plugin = None if configuration.mode == SERIAL else _plugin_of(configuration, settings)
+        num_shards, index = (1, 0) if plugin is None else (plugin.dp_size, plugin.dp_rank)
+        self._inputs, self._targets = (one.chunk(num_shards)[index].clone().to(current_device()) for one in batch)
+        network = make_network(settings)
+        optimizer = torch.optim.AdamW(network.parameters(), lr=_LEARNING_RATE, fused=True)
+        self._booster = Booster(plugin=plugin)
+        self._model, self._optimizer, self._criterion, *_ = self._booster.boost(network, optimizer, nn.MSELoss())
+
+    def forward(self) -> torch.Tensor:
+        """Return the loss."""
+        loss: torch.Tensor = self._criterion(self._model(self._inputs), self._targets)
         return loss
 
-    return Workload(
-        forward=forward,
-        backward=lambda loss: booster.backward(loss, optimizer),
-        step=lambda: _step(optimizer),
-        loss_contribution=lambda loss: float(loss.detach()) / num_ranks,  # equal shards, each replicated equally often
-    )
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute and reduce the gradients."""
+        self._booster.backward(loss, self._optimizer)
+
+    def step(self) -> None:
+        """Update the weights and zero the gradients."""
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def train(self) -> float:
+        """Run a step; return this rank's contribution to the loss of the global batch, a sum over ranks."""
+        loss = self.forward()
+        self.backward(loss)
+        self.step()
+        return float(loss.detach()) / group_size()  # equal shards, each replicated equally often
+
+    def time(self) -> tuple[float, float, float]:
+        """Run a step; return the seconds of forward, backward and step."""
+        synchronize()
+        barrier()  # else a late rank would lengthen the others' forward
+        start = time.perf_counter()
+        loss = self.forward()
+        synchronize()
+        forward_end = time.perf_counter()
+        self.backward(loss)
+        synchronize()
+        backward_end = time.perf_counter()
+        self.step()
+        synchronize()
+        return forward_end - start, backward_end - forward_end, time.perf_counter() - backward_end
 
 
 def _plugin_of(configuration: Configuration, settings: BenchmarkSettings) -> Plugin:
@@ -210,33 +218,16 @@ def _plugin_of(configuration: Configuration, settings: BenchmarkSettings) -> Plu
     return plugins.LowLevelZeroPlugin(stage=stage, precision="fp32", reduce_bucket_size_in_m=layer_size_m)
 
 
-def _optimizer(network: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW(network.parameters(), lr=_LEARNING_RATE, fused=True)
-
-
-def _step(optimizer: Optimizer | Any) -> None:
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 # The third loss depends on two updates, enough to reveal a wrong gradient.
 _CHECKED_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
-    """Metrics of one rank, or the maximum of each over ranks.
+    """Metrics of one rank, or the maximum of each over ranks: medians of times with communication, and those of a step.
 
-    Attributes:
-        forward_seconds: Median time of forward including the loss.
-        backward_seconds: Median time of backward including communication.
-        step_seconds: Median time of the optimizer step including communication.
-        whole_seconds: Median time of a training step; not exactly the sum of the other medians.
-        peak_bytes: Peak memory of live tensors in a step; see `LiveMemory`.
-        sent_bytes: Bytes sent by this rank in a step.
-        received_bytes: Bytes received by this rank in a step.
-        communications: Number of collectives and messages started in a step.
-        losses: Losses of the global batch in the first steps.
+    `whole_seconds` is not exactly the sum of the other medians, `peak_bytes` that of `LiveMemory`. The losses are those
+    of the global batch in the first steps.
     """
 
     forward_seconds: float
@@ -254,19 +245,15 @@ def measure(configuration: Configuration, settings: BenchmarkSettings) -> Metric
     """Measure this rank's metrics. Collective over the world, with the same arguments."""
     generator = torch.Generator().manual_seed(_SEED + 1)
     inputs, targets = torch.randn(2, settings.rows, settings.hidden, generator=generator)
-    losses: list[float] = []
     with LiveMemory() as memory:
-        workload = make_workload(configuration, settings, (inputs, targets))
+        workload = Workload(configuration, settings, (inputs, targets))
         memory.begin_steps()
-        for _ in range(_CHECKED_STEPS):
-            losses.append(_train_once(workload))
+        losses = [workload.train() for _ in range(_CHECKED_STEPS)]
     for _ in range(settings.warmup_steps):
-        _train_once(workload)
+        workload.train()
     with count_communication() as count:
-        loss_tensor = workload.forward()
-        workload.backward(loss_tensor)
-        workload.step()
-    times = [_time_once(workload) for _ in range(settings.profile_steps)]
+        workload.train()
+    times = [workload.time() for _ in range(settings.profile_steps)]
     forward, backward, step = (statistics.median(column) for column in zip(*times, strict=True))
     return Metrics(
         forward_seconds=forward,
@@ -283,36 +270,5 @@ def measure(configuration: Configuration, settings: BenchmarkSettings) -> Metric
 
 def max_over_ranks(metrics: list[Metrics]) -> Metrics:
     """Return the maximum of every metric over ranks; the losses are the same on all."""
-    return Metrics(
-        forward_seconds=max(one.forward_seconds for one in metrics),
-        backward_seconds=max(one.backward_seconds for one in metrics),
-        step_seconds=max(one.step_seconds for one in metrics),
-        whole_seconds=max(one.whole_seconds for one in metrics),
-        peak_bytes=max(one.peak_bytes for one in metrics),
-        sent_bytes=max(one.sent_bytes for one in metrics),
-        received_bytes=max(one.received_bytes for one in metrics),
-        communications=max(one.communications for one in metrics),
-        losses=metrics[0].losses,
-    )
-
-
-def _train_once(workload: Workload) -> float:
-    loss = workload.forward()
-    workload.backward(loss)
-    workload.step()
-    return workload.loss_contribution(loss)
-
-
-def _time_once(workload: Workload) -> tuple[float, float, float]:
-    synchronize()
-    barrier()  # else a late rank would lengthen the others' forward
-    start = time.perf_counter()
-    loss = workload.forward()
-    synchronize()
-    forward_end = time.perf_counter()
-    workload.backward(loss)
-    synchronize()
-    backward_end = time.perf_counter()
-    workload.step()
-    synchronize()
-    return forward_end - start, backward_end - forward_end, time.perf_counter() - backward_end
+    names = [one.name for one in fields(Metrics) if one.name != "losses"]
+    return Metrics(**{name: max(getattr(one, name) for one in metrics) for name in names}, losses=metrics[0].losses)

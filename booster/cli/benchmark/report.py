@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,10 @@ _TOLERANCE = 2e-5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchmarkResult:
-    """Result of one configuration.
+    """Result of one configuration; `metrics` are None if the measurement failed.
 
-    Attributes:
-        configuration: The measured configuration.
-        metrics: Metrics, each the maximum over ranks; None if the measurement failed.
-        loss_difference: Largest relative difference from the losses of one process; None if not compared.
-        error: Error of the measurement or of the losses; None on success.
+    `loss_difference` is the largest relative one from the losses of one process, None if they were not compared.
+    `error` is that of the measurement or of the losses.
     """
 
     configuration: Configuration
@@ -40,16 +38,10 @@ class BenchmarkResult:
 def measure_all(
     configurations: list[Configuration], settings: BenchmarkSettings, on_start: Callable[[str], None]
 ) -> list[BenchmarkResult]:
-    """Measure a single process and then each configuration.
-
-    Args:
-        configurations: Result of `find_configurations`.
-        settings: Settings of the benchmark.
-        on_start: Callback for progress, called with the name of each configuration before it is measured.
-    """
+    """Measure a single process and then each configuration, whose names are reported as they start."""
     results: list[BenchmarkResult] = []
     expected: list[float] | None = None
-    with WorkerPool(settings) as pool:
+    with closing(WorkerPool(settings)) as pool:
         for configuration in [Configuration(SERIAL), *configurations]:
             on_start(configuration.name)
             try:
@@ -183,13 +175,7 @@ def check_can_draw(path: Path) -> None:
 
 
 def draw(path: Path, title: str, results: Sequence[BenchmarkResult]) -> None:
-    """Draw bar charts of time, memory and communication, with one bar per configuration.
-
-    Args:
-        path: Image file; its suffix determines the format.
-        title: Title of the figure.
-        results: Results; those without figures are skipped.
-    """
+    """Draw bar charts of time, memory and communication, with one bar per configuration, into an image file."""
     # Not by pyplot, which selects a display backend and keeps the figure alive.
     figure: Any = importlib.import_module("matplotlib.figure").Figure
     measured = [result for result in results if result.metrics is not None]

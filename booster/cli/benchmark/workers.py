@@ -17,7 +17,6 @@ from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -27,17 +26,16 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from booster.device import default_backend, device_type, num_cores, set_device
 from booster.errors import BoosterError
 from booster.launch.launch import launch
+from booster.optim.nvme_offload.pipeline import defer_sigint
 
 from .config import SERIAL, BenchmarkSettings, Configuration
 from .measure import Metrics, max_over_ranks, measure
 
 
 def rank_main(connection: Connection, job: str) -> None:
-    """Main function of a rank process; never returns.
+    """Run the job, a JSON object of `WorkerPool`, send the result, and wait; never returns.
 
-    Args:
-        connection: Pipe to the parent process. This process exits when the parent closes its end or dies.
-        job: JSON object: rank, world_size, num_threads, store_port, store_prefix, configuration, settings.
+    This process exits when the parent closes its end of the pipe or dies.
     """
     threading.Thread(target=_exit_with_parent, args=(connection,), daemon=True).start()
     connection.send_bytes(json.dumps(_run_job(json.loads(job))).encode())
@@ -98,26 +96,6 @@ def ignore_sigint() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
 
 
-@contextmanager
-def defer_sigint() -> Iterator[None]:
-    """Defer SIGINT to the end of the block, as a half-started process would print an error about its pipe.
-
-    Raises:
-        KeyboardInterrupt: SIGINT was received within the block.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    received = threading.Event()
-    handler = signal.signal(signal.SIGINT, lambda *_: received.set())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    if received.is_set():
-        raise KeyboardInterrupt
-
-
 # Ranks are forked from a server with these modules imported: importing torch takes seconds per rank.
 _PRELOADED = ["booster.cli.benchmark.workers", "booster.plugins.torch_ddp.plugin", "booster.plugins.low_level_zero"]
 _PRELOADED += ["booster.plugins.gemini", "booster.plugins.hybrid_parallel", "torch._dynamo", "torch.distributed.tensor"]
@@ -136,10 +114,7 @@ class ConfigurationError(BoosterError):
 class WorkerPool:
     """Worker processes that measure configurations, new ones for each configuration.
 
-    A context manager: running processes are killed at its exit.
-
-    Args:
-        settings: Settings of the benchmark.
+    Running processes are killed by `close`.
     """
 
     def __init__(self, settings: BenchmarkSettings) -> None:
@@ -155,14 +130,6 @@ class WorkerPool:
         self._workers: list[_Worker] = []
         self._num_started = 0
 
-    def __enter__(self) -> WorkerPool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._kill()
-
     def measure(self, configuration: Configuration) -> Metrics:
         """Measure a configuration and return its metrics, each the maximum over ranks.
 
@@ -172,14 +139,12 @@ class WorkerPool:
         num_ranks = 1 if configuration.mode == SERIAL else self._settings.num_ranks
         self._num_started += 1
         try:
-            with defer_sigint():
+            with defer_sigint():  # a half-started process would print an error about its pipe
                 for rank in range(num_ranks):
                     self._start(rank, num_ranks, configuration)
-            return max_over_ranks(
-                [Metrics(**response["figures"]) for response in self._gather_responses(configuration)]
-            )
+            return max_over_ranks([Metrics(**response["figures"]) for response in self._gather_responses()])
         finally:
-            self._kill()
+            self.close()
 
     def _start(self, rank: int, num_ranks: int, configuration: Configuration) -> None:
         job = {
@@ -197,7 +162,7 @@ class WorkerPool:
         child_end.close()
         self._workers.append((process, parent_end))
 
-    def _gather_responses(self, configuration: Configuration) -> list[dict[str, Any]]:
+    def _gather_responses(self) -> list[dict[str, Any]]:
         seconds = self._settings.timeout_seconds
         responses: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + seconds + _EXTRA_SECONDS
@@ -231,7 +196,8 @@ class WorkerPool:
             return {"error": _exit_text(process.exitcode), "traceback": ""}
         return response
 
-    def _kill(self) -> None:
+    def close(self) -> None:
+        """Kill the running processes."""
         for process, connection in self._workers:
             connection.close()
             process.kill()  # no-op if it has exited

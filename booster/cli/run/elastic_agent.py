@@ -27,7 +27,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import PContext
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 from torch.distributed.launcher import api
 
@@ -36,7 +36,7 @@ from booster.fault_tolerance.heartbeat import heartbeat_interval_text, progress_
 from booster.fault_tolerance.threads import join_at_exit
 
 from . import launcher_protocol
-from .exit_report import Failure, RankFailure, exit_code_of, has_error_report, report, report_time, restart_line
+from .exit_report import RankFailure, exit_code_of, has_error_report, report, report_time, restart_line
 from .hosts import LAUNCHER_ONLY
 from .log_prefix import PrefixedOutput, RankLogs
 from .node_config import default_omp_threads, launch_config, worker_command
@@ -151,16 +151,10 @@ def _silence_elastic_logs() -> None:
 def describe_last_heartbeats(
     host: str, port: int, world_size: int, restart_count: int, *, reference_time: float
 ) -> str:
-    """Return a line with the last heartbeat of each rank.
+    """Return a line with the last heartbeat of each rank, from the ranks' store.
 
     The line is empty if the store is unreachable or has no heartbeats, as of a script that never initialized Booster.
-
-    Args:
-        host: Host of the ranks' store.
-        port: Port of the ranks' store.
-        world_size: Number of ranks.
-        restart_count: Restart count of the job, from 0.
-        reference_time: Reference time in seconds since 1970; ages of heartbeats are relative to it.
+    Ages of heartbeats are relative to the reference time, in seconds since 1970.
     """
     found: list[str] = []
 
@@ -243,24 +237,22 @@ class ExitRecords:
     checked_ns: int = 0
     last_heartbeats: str = ""
 
-    def with_exit_causes(self, failures: Mapping[int, Failure]) -> dict[int, RankFailure]:
+    def with_exit_causes(self, failures: Mapping[int, ProcessFailure]) -> dict[int, RankFailure]:
         """Return torch's failures with their exit causes, see Note [Exit cause]."""
-        return {rank: self._with_exit_cause(failure) for rank, failure in failures.items()}
-
-    def _with_exit_cause(self, failure: Failure) -> RankFailure:
-        by_launcher = None
-        if self.exited is not None:
-            # A rank that had written its error report was about to exit by itself.
-            by_launcher = failure.pid not in self.exited and report_time(failure) > self.checked_ns
-        return RankFailure(
-            host=self.host,
-            local_rank=failure.local_rank,
-            pid=failure.pid,
-            exitcode=failure.exitcode,
-            error_file_data=failure.error_file_data,
-            by_launcher=by_launcher,
-            was_stopped=failure.pid in self.stopped,
-        )
+        found: dict[int, RankFailure] = {}
+        for rank, failure in failures.items():
+            found[rank] = RankFailure(
+                host=self.host,
+                local_rank=failure.local_rank,
+                pid=failure.pid,
+                exitcode=failure.exitcode,
+                error_file_data=failure.error_file_data,
+                was_stopped=failure.pid in self.stopped,
+            )
+            if self.exited is not None:
+                # A rank that had written its error report was about to exit by itself.
+                found[rank].by_launcher = failure.pid not in self.exited and report_time(found[rank]) > self.checked_ns
+        return found
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 # Note [Root cause]
 # A failed rank makes others fail, and torch's launcher terminates the rest. The root cause is the first rank with an
@@ -32,23 +32,12 @@ _PEER_ERRORS = (
 )
 
 
-class Failure(Protocol):
-    """Used fields of torch's ProcessFailure; `error_file_data` is the error report written by the rank, if any."""
-
-    local_rank: int
-    pid: int
-    exitcode: int
-    error_file_data: dict[str, Any]
-
-
 @dataclass(slots=True, kw_only=True)
 class RankFailure:
     """A failed rank, as seen by its launcher.
 
     Attributes:
         host: Host name; "" for a single machine.
-        local_rank: Local rank on that host.
-        pid: Process ID on that host.
         exitcode: Exit code; -n if killed by signal n.
         error_file_data: Error report written by the rank, if any.
         by_launcher: Whether the launcher terminated it after another failure; None if unknown.
@@ -64,36 +53,36 @@ class RankFailure:
     was_stopped: bool = False
 
 
-def has_root_cause(failures: Mapping[int, Failure]) -> bool:
+def has_root_cause(failures: Mapping[int, RankFailure]) -> bool:
     """Return whether any of the failures is not the consequence of another."""
     return min(_consequence_rank(failure) for failure in failures.values()) in (_OWN_ERROR, _EXITED_AFTER_PEERS)
 
 
-def exit_code_of(failures: Mapping[int, Failure]) -> int:
+def exit_code_of(failures: Mapping[int, RankFailure]) -> int:
     """Return the exit code of the root cause, 128 + n if killed by signal n."""
     code = failures[_root_cause(failures)].exitcode
     return code if code >= 0 else 128 - code
 
 
-def has_error_report(failures: Mapping[int, Failure]) -> bool:
+def has_error_report(failures: Mapping[int, RankFailure]) -> bool:
     """Return whether the root cause left an error report."""
     return bool(_extra(failures[_root_cause(failures)]))
 
 
-def report_time(failure: Failure) -> float:
+def report_time(failure: RankFailure) -> float:
     """Return the time of a rank's error report in nanoseconds since 1970, infinite if it left none."""
     # Without a report it was killed or ended by os._exit: the time is unknown, so reports of other causes come first.
     return float(_extra(failure).get("time_ns", float("inf")))
 
 
-def restart_line(failures: Mapping[int, Failure], world_size: int, number: int, max_restarts: int) -> str:
+def restart_line(failures: Mapping[int, RankFailure], world_size: int, number: int, max_restarts: int) -> str:
     """Return the log line of restart `number` of at most `max_restarts`."""
     cause = _root_cause(failures)
     name = _line(cause, failures[cause], world_size)
     return f"booster run: {name}; restarting all ranks, restart {number} of {max_restarts}"
 
 
-def report(failures: Mapping[int, Failure], world_size: int) -> str:
+def report(failures: Mapping[int, RankFailure], world_size: int) -> str:
     """Return a line for every failed rank, the root cause last, with its traceback if it left one."""
     cause = _root_cause(failures)
     others = [f"booster run: {_line(rank, failures[rank], world_size)}" for rank in sorted(failures) if rank != cause]
@@ -134,17 +123,15 @@ def _is_own(frame: str, folders: Sequence[str]) -> bool:
     return Path(path).name == "contextlib.py" or any(path.startswith(f"{folder}/") for folder in folders)
 
 
-def _root_cause(failures: Mapping[int, Failure]) -> int:
+def _root_cause(failures: Mapping[int, RankFailure]) -> int:
     return min(failures, key=lambda rank: (_consequence_rank(failures[rank]), report_time(failures[rank]), rank))
 
 
-def _consequence_rank(failure: Failure) -> int:
+def _consequence_rank(failure: RankFailure) -> int:
     """Return the distance of a failure from being the root cause, see Note [Root cause]."""
     extra = _extra(failure)
-    by_launcher = failure.by_launcher if isinstance(failure, RankFailure) else None
-    if by_launcher is None:
-        by_launcher = failure.exitcode == -signal.SIGTERM and not extra
-    if by_launcher:
+    is_unknown = failure.by_launcher is None
+    if failure.by_launcher or (is_unknown and failure.exitcode == -signal.SIGTERM and not extra):
         return _TERMINATED
     if not extra:
         return _EXITED_AFTER_PEERS if failure.exitcode == 1 else _OWN_ERROR
@@ -152,30 +139,27 @@ def _consequence_rank(failure: Failure) -> int:
     return _CONSEQUENCE if any(text in last_line for text in _PEER_ERRORS) else _OWN_ERROR
 
 
-def _extra(failure: Failure) -> dict[str, Any]:
+def _extra(failure: RankFailure) -> dict[str, Any]:
     message = failure.error_file_data.get("message")
     extra = message.get("extraInfo", {}) if isinstance(message, dict) else {}
     return extra if isinstance(extra, dict) else {}
 
 
-def _line(rank: int, failure: Failure, world_size: int) -> str:
-    on_host = f" on {failure.host}" if isinstance(failure, RankFailure) and failure.host else ""
+def _line(rank: int, failure: RankFailure, world_size: int) -> str:
+    on_host = f" on {failure.host}" if failure.host else ""
     name = f"rank {rank} of {world_size}{on_host} (local rank {failure.local_rank}, pid {failure.pid})"
-    by_launcher, was_stopped = None, False
-    if isinstance(failure, RankFailure):
-        by_launcher, was_stopped = failure.by_launcher, failure.was_stopped
-    if by_launcher:
+    if failure.by_launcher:
         how = ""
         if failure.exitcode >= 0:
             how = f", with exit code {failure.exitcode}"
         elif failure.exitcode != -signal.SIGTERM:
             how = f" ({signal.Signals(-failure.exitcode).name})"
-        return f"{name} {'was stopped, and ' if was_stopped else ''}was terminated by the launcher{how}"
+        return f"{name} {'was stopped, and ' if failure.was_stopped else ''}was terminated by the launcher{how}"
     if failure.exitcode >= 0:
         return f"{name} failed with exit code {failure.exitcode}"
     if failure.exitcode == -signal.SIGTERM:
         # A rank with an error report may have received the launcher's signal while it exited.
-        is_foreign = by_launcher is False and not _extra(failure)
+        is_foreign = failure.by_launcher is False and not _extra(failure)
         return f"{name} was terminated by SIGTERM{', which the launcher did not send' if is_foreign else ''}"
     hint = ", as the system does when memory runs out" if failure.exitcode == -signal.SIGKILL else ""
     return f"{name} was killed by {signal.Signals(-failure.exitcode).name}{hint}"
@@ -216,12 +200,11 @@ _SSH_REASONS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class HostExit:
     """Exit status of one host.
 
     Attributes:
-        host: Name of the host.
         code: Exit code of ssh: that of the host's launcher, or 255 if ssh itself failed.
         has_started: Whether the host's launcher started.
         was_terminated: Whether it was terminated after a failure elsewhere or a signal.
@@ -232,7 +215,7 @@ class HostExit:
     """
 
     host: str
-    code: int
+    code: int = 0
     has_started: bool = False
     was_terminated: bool = False
     failures: Mapping[int, RankFailure] = field(default_factory=dict)
@@ -250,13 +233,9 @@ class ExitReport:
 
 
 def summarize(exits: Sequence[HostExit], signals: Sequence[signal.Signals]) -> ExitReport:
-    """Return the exit report of a run.
+    """Return the exit report of a run, from the exit status of each host and the signals that this process received.
 
     The root cause comes last: a signal to this process, else a failed rank, a host that can't start, a lost host.
-
-    Args:
-        exits: Exit status of each host.
-        signals: Signals that this process received.
     """
     lost = [host_exit for host_exit in exits if _is_lost(host_exit)]
     crashed = [host_exit for host_exit in exits if _is_crashed(host_exit)]
@@ -307,7 +286,7 @@ def _is_crashed(host_exit: HostExit) -> bool:
 
 
 def _lost_text(host_exit: HostExit) -> str:
-    tail = "; ".join(host_exit.output_tail[-3:])
+    tail = "; ".join(list(host_exit.output_tail)[-3:])
     if host_exit.has_started:
         return (
             f"booster run: the connection to {host_exit.host} was lost ({tail or 'no message from ssh'}), and its ranks"
@@ -320,7 +299,7 @@ def _lost_text(host_exit: HostExit) -> str:
 
 
 def _crashed_text(host_exit: HostExit) -> str:
-    tail = "; ".join(host_exit.output_tail[-3:])
+    tail = "; ".join(list(host_exit.output_tail)[-3:])
     if host_exit.has_started:
         return (
             f"booster run: the launcher on {host_exit.host} exited with code {host_exit.code} ({tail}): see its output "

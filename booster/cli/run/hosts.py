@@ -23,12 +23,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.%-]*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """A machine to start ranks on.
-
-    Attributes:
-        name: Name or address, as used by ssh and by the other hosts.
-        slots: Default number of ranks, from the host file; None if not given.
-    """
+    """A machine to start ranks on, by the name that ssh and the other hosts use, and its number of ranks, if listed."""
 
     name: str
     slots: int | None = None
@@ -39,12 +34,8 @@ def choose_hosts(
 ) -> list[Host]:
     """Return the hosts in the order of the list or the file; the first one hosts the rendezvous.
 
-    Args:
-        listed: Comma-separated names.
-        hostfile: Path of a file with one host per line: its name, optionally followed by `slots=N`. `#` starts a
-            comment.
-        include: Comma-separated names of hosts to keep.
-        exclude: Comma-separated names of hosts to drop.
+    Names are separated by commas. A line of the host file is a name, optionally followed by `slots=N`; `#` starts a
+    comment.
 
     Raises:
         ConfigError: No hosts are given or left, a line or name is invalid, or a name is repeated or unknown.
@@ -208,12 +199,8 @@ def host_commands(
 ) -> list[HostCommand]:
     """Return a command for each host, in their order.
 
-    Args:
-        arguments: Parsed arguments of `booster run`.
-        hosts: Hosts to start ranks on. The first one hosts the rendezvous, unless --master-addr gives another address.
-        port: Port of the rendezvous.
-        run_id: Identifies this run to separate it from others at the same port; None if --extra-launch-args has one.
-        environment: Variables to set on the hosts.
+    The first host has the rendezvous at the port, unless --master-addr gives another address. The run's id separates it
+    from others at the same port; it is None if --extra-launch-args has one.
 
     Raises:
         ConfigError: --ssh-options can't be parsed.

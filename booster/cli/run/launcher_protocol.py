@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from .exit_report import RankFailure
@@ -23,27 +24,12 @@ def send_started() -> None:
 
 def send_failures(failures: Mapping[int, RankFailure], world_size: int) -> None:
     """Report the failed ranks of this node."""
-    fields = {
-        str(rank): {
-            "local_rank": failure.local_rank,
-            "pid": failure.pid,
-            "exitcode": failure.exitcode,
-            "error_file_data": failure.error_file_data,
-            "by_launcher": failure.by_launcher,
-            "was_stopped": failure.was_stopped,
-        }
-        for rank, failure in failures.items()
-    }
+    fields = {str(rank): asdict(failure) for rank, failure in failures.items()}
     _send(event="failed", failures=fields, world_size=world_size, now_ns=time.time_ns())
 
 
 def send_error(text: str, *, is_consequence: bool = False) -> None:
-    """Report an error that keeps this node from starting its ranks.
-
-    Args:
-        text: Error message.
-        is_consequence: If True, the error is the consequence of another node's failure.
-    """
+    """Report an error that keeps this node from starting its ranks, and whether another node's failure is its cause."""
     _send(event="refused", text=text, is_consequence=is_consequence)
 
 
@@ -68,7 +54,7 @@ def read_failures(message: Mapping[str, Any], host: str) -> dict[int, RankFailur
         extra = inner.get("extraInfo") if isinstance(inner, dict) else None
         if isinstance(extra, dict) and "time_ns" in extra:
             extra["time_ns"] += clock_offset
-        failures[int(rank)] = RankFailure(host=host, **fields)
+        failures[int(rank)] = RankFailure(**fields | {"host": host})
     return failures
 
 

@@ -57,10 +57,8 @@ class LineBuffer:
 class RankLogs(DefaultLogsSpecs):
     """Log destinations of ranks: inherited from this process, or the pipes of a `PrefixedOutput`.
 
-    Args:
-        log_dir: Directory for the ranks' error reports and the pipes.
-        output: Adds prefixes to lines; optional, defaults to inherited stdout and stderr.
-        restart_count: Returns the restart count of the job, as torch's may differ between nodes; None keeps torch's.
+    `log_dir` is for the ranks' error reports and the pipes. `restart_count` returns that of the job, as torch's may
+    differ between nodes; None keeps torch's.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from booster.errors import ConfigError
 
-from .exit_report import HostExit, RankFailure, has_root_cause, summarize, was_lost
+from .exit_report import HostExit, has_root_cause, summarize, was_lost
 from .hosts import HostCommand
 from .launcher_protocol import read_failures, read_message
 from .log_prefix import LineBuffer
@@ -35,17 +35,10 @@ _CAUSE_SECONDS = 5.0
 def launch_nodes(commands: Sequence[HostCommand], min_hosts: int, grace_seconds: float) -> int:
     """Start a launcher on each host over ssh and wait for all of them.
 
-    Output of the hosts is copied to this process's, each line prefixed with its host and rank. The root cause of a
-    failure comes last. When one host fails, all others are terminated. A lost host is ignored while enough remain.
-    Must be called in the main thread.
-
-    Args:
-        commands: ssh command of each host.
-        min_hosts: Minimum number of hosts to continue with.
-        grace_seconds: Time between SIGTERM and SIGKILL of ranks, in seconds.
-
-    Returns:
-        Exit code: 0 if all hosts succeeded, else that of the rank that failed first.
+    The exit code is 0 if all hosts succeeded, else that of the rank that failed first. Output of the hosts is copied to
+    this process's, each line prefixed with its host and rank. The root cause of a failure comes last. When one host
+    fails, all others are terminated: their ranks are killed `grace_seconds` after SIGTERM. A lost host is ignored while
+    `min_hosts` remain. Must be called in the main thread.
 
     Raises:
         ConfigError: The program ssh is not installed.
@@ -61,22 +54,19 @@ def launch_nodes(commands: Sequence[HostCommand], min_hosts: int, grace_seconds:
             group.run()
         finally:
             group.kill()
-    exit_report = summarize([host.exit_status() for host in group.hosts], group.signals)
+    exit_report = summarize([host.exit for host in group.hosts], group.signals)
     with suppress(BrokenPipeError):
         print(exit_report.text, end="", file=sys.stderr, flush=True)
     return exit_report.code
 
 
 class _HostProcess:
-    """ssh process of one host, and the launcher messages received from it."""
+    """ssh process of one host, and its exit status by the launcher messages received from it."""
 
     def __init__(self, command: HostCommand) -> None:
-        self.name = command.host
-        self.failures: dict[int, RankFailure] = {}
-        self.error: dict[str, Any] | None = None
-        self.world_size = 0
-        self.has_started = self.was_terminated = self.is_output_closed = False
         self._output_tail: deque[str] = deque(maxlen=20)
+        self.exit = HostExit(host=command.host, output_tail=self._output_tail)
+        self.is_output_closed = False
         self.process = subprocess.Popen(
             command.command,
             stdin=subprocess.PIPE,
@@ -99,26 +89,14 @@ class _HostProcess:
 
     def terminate(self) -> None:
         if self.process.stdin is not None and not self.process.stdin.closed:
-            self.was_terminated = self.process.poll() is None
+            self.exit.was_terminated = self.process.poll() is None
             with suppress(BrokenPipeError):
                 self.process.stdin.close()
 
     def has_ended(self) -> bool:
         """Return whether it reported a failure, or exited with all of its output read."""
         has_exited = self._num_open == 0 and self.process.poll() is not None
-        return bool(self.failures) or self.error is not None or has_exited
-
-    def exit_status(self) -> HostExit:
-        return HostExit(
-            host=self.name,
-            code=self.process.returncode,
-            has_started=self.has_started,
-            was_terminated=self.was_terminated,
-            failures=self.failures,
-            world_size=self.world_size,
-            error=self.error,
-            output_tail=list(self._output_tail),
-        )
+        return bool(self.exit.failures) or self.exit.error is not None or has_exited
 
     def _write_lines(self, lines: list[bytes], target: BinaryIO) -> None:
         output = []
@@ -126,11 +104,11 @@ class _HostProcess:
             message = read_message(line)
             if message is not None:
                 self._handle_message(message)
-            elif line.startswith(f"[{self.name}:".encode()):
+            elif line.startswith(f"[{self.exit.host}:".encode()):
                 output.append(line)
             else:
                 self._output_tail.append(line.decode(errors="replace").strip())
-                output.append(f"[{self.name}] ".encode() + line)
+                output.append(f"[{self.exit.host}] ".encode() + line)
         try:
             target.write(b"".join(output))
             target.flush()
@@ -143,11 +121,11 @@ class _HostProcess:
     def _handle_message(self, message: dict[str, Any]) -> None:
         event = message.get("event")
         if event == "started":
-            self.has_started = True
+            self.exit.has_started = True
         elif event == "failed":
-            self.failures, self.world_size = read_failures(message, self.name), message["world_size"]
+            self.exit.failures, self.exit.world_size = read_failures(message, self.exit.host), message["world_size"]
         elif event == "refused":
-            self.error = message
+            self.exit.error = message
 
 
 class _NodeGroup:
@@ -185,7 +163,7 @@ class _NodeGroup:
             host.terminate()
             if host.process.poll() is None:
                 host.process.kill()
-            host.process.wait()
+            host.exit.code = host.process.wait()
             for stream in host.streams:
                 stream.close()  # type: ignore[union-attr]
         self._selector.close()
@@ -212,9 +190,13 @@ class _NodeGroup:
                 self._exit_deadline = 0.0  # a second Ctrl-C ends the wait
             return
         now = time.monotonic()
-        ended = [host for host in self.hosts if host.has_ended() and (host.process.poll() != 0 or host.failures)]
+        ended = [host for host in self.hosts if host.has_ended() and (host.process.poll() != 0 or host.exit.failures)]
         # Hosts whose ssh itself failed: they are unreachable or disconnected.
-        lost = [host for host in ended if was_lost(host.process.poll()) and not host.failures and host.error is None]
+        lost = [
+            host
+            for host in ended
+            if was_lost(host.process.poll()) and not host.exit.failures and host.exit.error is None
+        ]
         failed = [host for host in ended if host not in lost]
         if len(self.hosts) - len(lost) < self._min_hosts or (self.hosts[0] in lost):
             failed += lost
@@ -222,13 +204,13 @@ class _NodeGroup:
             return
         if self._cause_deadline is None:
             self._cause_deadline = now + _CAUSE_SECONDS
-        if self.signals or any(_is_root_cause(host) for host in failed) or now >= self._cause_deadline:
+        if self.signals or any(_is_root_cause(host.exit) for host in failed) or now >= self._cause_deadline:
             self._exit_deadline = now + self._exit_seconds
             for host in self.hosts:
                 host.terminate()
 
 
-def _is_root_cause(host: _HostProcess) -> bool:
+def _is_root_cause(host: HostExit) -> bool:
     """Return whether a host's failure is not the consequence of another's."""
     if host.failures:
         return has_root_cause(host.failures)

@@ -69,11 +69,7 @@ _FIELDS = {"rdzv_id": "run_id"}  # option of torchrun -> field of LaunchConfig
 def parse_extra_arguments(text: str) -> ExtraArguments:
     """Parse settings such as "monitor_interval=5 rdzv_id=job-7".
 
-    Names are torchrun's options and fields of the rendezvous configuration, with "-" or "_".
-
-    Raises:
-        ConfigError: A name is unknown or repeated, or its value has the wrong type.
-    """
+    Names are torchrun's options and fields of the rendezvous configuration, with "-" or "_"."""
     extra = ExtraArguments()
     for word in split_words("--extra-launch-args", text, "name=value"):
         name, equals, value = word.lstrip("-").partition("=")
@@ -97,16 +93,7 @@ def parse_extra_arguments(text: str) -> ExtraArguments:
 
 
 def split_words(option: str, text: str, form: str) -> list[str]:
-    """Split the value of an option into words as a shell does.
-
-    Args:
-        option: Name of the option, for the message.
-        text: Value of the option.
-        form: What to write in it, for the message.
-
-    Raises:
-        ConfigError: A quote is not closed.
-    """
+    """Split the value of an option into words as a shell does; `form` is what to write in it, for the message."""
     try:
         return shlex.split(text)
     except ValueError as error:
@@ -129,11 +116,7 @@ class NumNodes:
 
 
 def parse_num_nodes(text: str) -> NumNodes:
-    """Parse --nnodes, N or MIN:MAX.
-
-    Raises:
-        ConfigError: The text is neither.
-    """
+    """Parse --nnodes, N or MIN:MAX."""
     min_text, colon, max_text = text.partition(":")
     numbers = [min_text, max_text if colon else min_text]
     if not all(number.isdecimal() and int(number) >= 1 for number in numbers) or int(numbers[0]) > int(numbers[1]):
@@ -145,11 +128,7 @@ def parse_num_nodes(text: str) -> NumNodes:
 
 
 def parse_nproc_per_node(text: str) -> int:
-    """Parse --nproc-per-node: the number of ranks of this machine.
-
-    Raises:
-        ConfigError: The text is neither a positive number nor "auto".
-    """
+    """Parse --nproc-per-node: the number of ranks of this machine."""
     if text == "auto":
         return num_cores() if device.device_type() == "cpu" else device.num_devices()
     if not text.isdecimal() or int(text) < 1:
@@ -172,17 +151,7 @@ def default_omp_threads(num_ranks: int) -> Iterator[None]:
 def launch_config(
     arguments: argparse.Namespace, num_ranks: int, logs: LogsSpecs, restart_count: RestartCount
 ) -> LaunchConfig:
-    """Return the configuration of torch's launcher.
-
-    Args:
-        arguments: Parsed arguments of `booster run`.
-        num_ranks: Number of ranks of this machine.
-        logs: Log destinations of the ranks.
-        restart_count: Receives the restart count of the job, if there are several machines.
-
-    Raises:
-        ConfigError: This torch's launcher lacks a setting of --extra-launch-args.
-    """
+    """Return the configuration of torch's launcher, which sets the restart count if there are several machines."""
     from torch.distributed.launcher.api import LaunchConfig
 
     from . import rendezvous_handler
@@ -219,11 +188,7 @@ def worker_command(arguments: argparse.Namespace) -> list[str]:
 
 
 def torchrun_command(arguments: argparse.Namespace, num_ranks: int) -> str:
-    """Return the shell command by which torchrun starts the same ranks on this machine.
-
-    Raises:
-        ConfigError: --extra-launch-args can't be parsed.
-    """
+    """Return the shell command by which torchrun starts the same ranks on this machine."""
     settings = _settings(arguments)
     configs = settings.pop("rdzv_configs")
     options = {"nnodes": arguments.nnodes or "1", "nproc-per-node": num_ranks, "max-restarts": arguments.max_restarts}

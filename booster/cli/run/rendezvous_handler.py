@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -42,10 +42,12 @@ def register() -> None:
 
 def _create(params: RendezvousParameters) -> RendezvousHandler:
     backend, store = create_backend(params)
-    return _RendezvousHandler(create_handler(store, backend, params), store, params)
+    return cast(RendezvousHandler, _RendezvousHandler(create_handler(store, backend, params), store, params))
 
 
-class _RendezvousHandler(RendezvousHandler):
+class _RendezvousHandler:
+    """torch's handler, which is asked for all that stands not here."""
+
     def __init__(self, inner: RendezvousHandler, store: Store, params: RendezvousParameters) -> None:
         self._inner = inner
         self._job_store = PrefixStore(f"booster/{params.run_id}", store)
@@ -78,17 +80,5 @@ class _RendezvousHandler(RendezvousHandler):
     def get_backend(self) -> str:
         return BACKEND
 
-    def is_closed(self) -> bool:
-        return self._inner.is_closed()
-
-    def set_closed(self) -> Any:
-        return self._inner.set_closed()
-
-    def num_nodes_waiting(self) -> int:
-        return self._inner.num_nodes_waiting()
-
-    def get_run_id(self) -> str:
-        return self._inner.get_run_id()
-
-    def shutdown(self) -> bool:
-        return self._inner.shutdown()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)

@@ -9,6 +9,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from booster.cli.arguments import add_command, add_option
 from booster.errors import BoosterError, ConfigError, RankFailedError
 
 from .hosts import Host, choose_hosts, exported_variables, first_hosts, host_commands, is_loopback
@@ -47,53 +48,53 @@ hosts.txt:
 
 def add_parser(commands: Any) -> None:
     """Add the parser of `booster run` to argparse's subparsers."""
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser = add_command(
+        commands,
         "run",
+        run,
         help="start a script on several ranks of one or more machines",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add_option(
+    add_option(
         parser,
         "--nproc-per-node",
         "--nproc",
         metavar="N",
         help="ranks per machine, or auto (1, or slots of the host file)",
     )
-    _add_option(
+    add_option(
         parser, "--nnodes", metavar="N|MIN:MAX", help="machines; MIN:MAX to continue with fewer (1, or all hosts)"
     )
-    _add_option(
+    add_option(
         parser, "--node-rank", type=int, metavar="N", help="index of this machine, if each is started by hand (0)"
     )
-    _add_option(parser, "--master-addr", metavar="HOST", help="address of machine 0 (the first host)")
-    _add_option(
+    add_option(parser, "--master-addr", metavar="HOST", help="address of machine 0 (the first host)")
+    add_option(
         parser, "--master-port", type=int, metavar="PORT", help="port there (a free one; 29500 for several machines)"
     )
-    _add_option(
+    add_option(
         parser, "--max-restarts", type=int, default=0, metavar="N", help="restarts of all ranks after a failure (0)"
     )
-    _add_option(
+    add_option(
         parser, "--extra-launch-args", metavar="TEXT", help='settings of torch\'s launcher: "name=value name=value"'
     )
-    parser.add_argument("--dry-run", "--dry_run", action="store_true", help="print the commands and start nothing")
+    add_option(parser, "--dry-run", action="store_true", help="print the commands and start nothing")
     parser.add_argument("-m", dest="is_module", action="store_true", help="script is the name of a module")
     hosts = parser.add_argument_group("several hosts")
     hosts.add_argument("-H", "--host", metavar="A,B", help="hosts to start ranks on")
-    _add_option(hosts, "--hostfile", metavar="FILE", help="file with one host per line, optionally followed by slots=N")
-    _add_option(hosts, "--include", metavar="A,B", help="use only these hosts")
-    _add_option(hosts, "--exclude", metavar="A,B", help="use all hosts but these")
-    _add_option(hosts, "--ssh-port", type=int, metavar="PORT", help="port of sshd (from ssh's configuration)")
-    _add_option(hosts, "--ssh-user", metavar="NAME", help="user to log in as (from ssh's configuration)")
-    _add_option(hosts, "--ssh-options", metavar="TEXT", help='options of ssh: "-i key -o ProxyJump=gate"')
+    add_option(hosts, "--hostfile", metavar="FILE", help="file with one host per line, optionally followed by slots=N")
+    add_option(hosts, "--include", metavar="A,B", help="use only these hosts")
+    add_option(hosts, "--exclude", metavar="A,B", help="use all hosts but these")
+    add_option(hosts, "--ssh-port", type=int, metavar="PORT", help="port of sshd (from ssh's configuration)")
+    add_option(hosts, "--ssh-user", metavar="NAME", help="user to log in as (from ssh's configuration)")
+    add_option(hosts, "--ssh-options", metavar="TEXT", help='options of ssh: "-i key -o ProxyJump=gate"')
     hosts.add_argument(
         "--export", action="append", metavar="NAMES|NAME=VALUE", help="more variables to export; may be repeated"
     )
     parser.add_argument("--as-host", help=argparse.SUPPRESS)  # name of the host, given to its launcher
     parser.add_argument("script", help="path of a Python file")
     parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
-    parser.set_defaults(handle=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -214,8 +215,3 @@ def _check_machine(arguments: argparse.Namespace, num_nodes: NumNodes) -> None:
             f"--nnodes={arguments.nnodes} without --master-addr leaves the machines without a rendezvous: give the "
             "address of machine 0, the same on all, or list the machines with --host A,B"
         )
-
-
-def _add_option(parser: Any, name: str, *others: str, **settings: Any) -> None:
-    spellings = dict.fromkeys((name, "--" + name[2:].replace("-", "_"), *others))
-    parser.add_argument(*spellings, **settings)

@@ -29,11 +29,8 @@ def termination_signals() -> list[signal.Signals]:
 def terminate_on_signal(*, stdin_fd: int | None, clean_up: Callable[[], None]) -> Iterator[None]:
     """Terminate this process and its ranks at a signal or at EOF of a pipe, even while torch blocks.
 
-    Must be entered in the main thread.
-
-    Args:
-        stdin_fd: Readable file descriptor; EOF counts as SIGTERM and prints no message. None for signals alone.
-        clean_up: Callback before the process is killed by the watching thread.
+    EOF of `stdin_fd`, if given, counts as SIGTERM and prints no message. `clean_up` is called before the process is
+    killed by the watching thread. Must be entered in the main thread.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -197,35 +197,23 @@ class _Transfer:
         return [message.wait() for message in messages]
 
 
-class TokensInFlight:
-    """Rows on their way to their experts, started by `start_send_tokens`."""
-
-    def __init__(self, transfer: _Transfer, marker: torch.Tensor) -> None:
-        self._transfer, self._marker = transfer, marker
-
-    def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the received rows and their weights, of shapes (rows, features) and (rows,).
-
-        Collective: its backward is.
-        """
-        return _FinishSend.apply(self._marker, self._transfer)  # type: ignore[no-any-return, no-untyped-call]
+_Result = TypeVar("_Result")
 
 
-class OutputsInFlight:
-    """Outputs of experts on their way back, started by `start_return_tokens`."""
+@dataclass(frozen=True, slots=True)
+class InFlight(Generic[_Result]):
+    """Messages that were started by `start_send_tokens` or `start_return_tokens`.
 
-    def __init__(self, transfer: _Transfer, marker: torch.Tensor) -> None:
-        self._transfer, self._marker = transfer, marker
+    Attributes:
+        wait: Function that waits for them and returns the result. Collective: its backward is.
+    """
 
-    def wait(self) -> torch.Tensor:
-        """Return the sum of the outputs of each token, of shape (tokens, features), in their dtype.
-
-        Collective: its backward is.
-        """
-        return _FinishReturn.apply(self._marker, self._transfer)  # type: ignore[no-any-return, no-untyped-call]
+    wait: Callable[[], _Result]
 
 
-def start_send_tokens(tokens: torch.Tensor, weights: torch.Tensor, dispatch: Dispatch) -> TokensInFlight:
+def start_send_tokens(
+    tokens: torch.Tensor, weights: torch.Tensor, dispatch: Dispatch
+) -> InFlight[tuple[torch.Tensor, torch.Tensor]]:
     """Start to send each row to the rank of its expert.
 
     What is computed before `wait` overlaps with the messages; its backward overlaps with those of the gradients.
@@ -235,23 +223,31 @@ def start_send_tokens(tokens: torch.Tensor, weights: torch.Tensor, dispatch: Dis
         weights: Weights of the experts, of shape (tokens, k).
         dispatch: Where the rows go.
 
+    Returns:
+        The received rows and their weights, of shapes (rows, features) and (rows,), once they have arrived.
+
     Collective: yes, and its backward.
     """
     transfer = _Transfer(dispatch)
-    return TokensInFlight(transfer, _StartSend.apply(tokens, weights, transfer))  # type: ignore[no-untyped-call]
+    marker = _StartSend.apply(tokens, weights, transfer)  # type: ignore[no-untyped-call]
+    return InFlight(functools.partial(_FinishSend.apply, marker, transfer))
 
 
-def start_return_tokens(rows: torch.Tensor, dispatch: Dispatch) -> OutputsInFlight:
+def start_return_tokens(rows: torch.Tensor, dispatch: Dispatch) -> InFlight[torch.Tensor]:
     """Start to send the experts' outputs back to the ranks of their tokens; see `start_send_tokens` for the overlap.
 
     Args:
         rows: Outputs of the received rows in the same order, of shape (rows, features).
         dispatch: As for `start_send_tokens`.
 
+    Returns:
+        The sum of the outputs of each token, of shape (tokens, features), in their dtype, once they have arrived.
+
     Collective: yes, and its backward.
     """
     transfer = _Transfer(dispatch)
-    return OutputsInFlight(transfer, _StartReturn.apply(rows, transfer))  # type: ignore[no-untyped-call]
+    marker = _StartReturn.apply(rows, transfer)  # type: ignore[no-untyped-call]
+    return InFlight(functools.partial(_FinishReturn.apply, marker, transfer))
 
 
 # Note [Two nodes]

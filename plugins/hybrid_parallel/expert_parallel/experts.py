@@ -19,7 +19,7 @@ from booster.plugins.hybrid_parallel.tensor_parallel.dynamic_class import mixin_
 from .dispatch import (
     Capacity,
     Dispatch,
-    OutputsInFlight,
+    InFlight,
     plan_dispatch,
     start_return_tokens,
     start_send_tokens,
@@ -191,7 +191,7 @@ class _ExpertParallel(nn.Module):
         output: torch.Tensor = self._exchange(*self._split.ordered(args, named))
         return output
 
-    def _start(self, tokens: torch.Tensor, *routing: torch.Tensor) -> OutputsInFlight:
+    def _start(self, tokens: torch.Tensor, *routing: torch.Tensor) -> InFlight[torch.Tensor]:
         run = _run_routed if routing else _run_scaled
         return run(super().forward, self._split, tokens.flatten(0, -2), *routing)
 
@@ -204,7 +204,7 @@ class _ExpertParallel(nn.Module):
 
 def _run_routed(
     forward: Any, experts: _Experts, tokens: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
-) -> OutputsInFlight:
+) -> InFlight[torch.Tensor]:
     is_one_hot = index.dim() == 3  # (tokens, 1, experts), as in Switch Transformers; a row of zeros drops a token
     if is_one_hot:
         flat = torch.where(index.any(-1), index.argmax(-1), experts.num_experts)
@@ -228,7 +228,7 @@ def _run_routed(
     return start_return_tokens(outputs, dispatch)
 
 
-def _run_scaled(forward: Any, experts: _Experts, tokens: torch.Tensor) -> OutputsInFlight:
+def _run_scaled(forward: Any, experts: _Experts, tokens: torch.Tensor) -> InFlight[torch.Tensor]:
     """Run experts whose input has a block of all tokens for each expert, scaled by its score, as in Llama 4.
 
     Only rows that are not zero are sent, which are k for a token: such experts, without biases, give zero for zero.

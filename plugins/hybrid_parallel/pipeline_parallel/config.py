@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from booster.errors import ConfigError
-from booster.validation import error_of, is_count
+from booster.validation import check_flag, error_of, is_count
 
 from .schedules import PipelineSchedule, schedule_from_name, schedule_names
 
@@ -19,57 +19,49 @@ _MANY = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineArguments:
-    """Pipeline arguments; see `HybridParallelPlugin`.
+    """Options of pipeline parallelism by their names in `HybridParallelPlugin`, where they are documented."""
 
-    Attributes:
-        style: Schedule, or its name.
-        num_stages: Size of the pp axis.
-        num_chunks: Model chunks per stage.
-        num_microbatches: Microbatches per batch, unless `microbatch_size` is given.
-        microbatch_size: Samples per microbatch, unless `num_microbatches` is given.
-        num_layers_per_stage: Layers of each model chunk, in model order; optional, defaults to balanced costs.
-        broadcast_loss: If True, the loss is returned on all stages.
-        caches_metadata: If True, shapes are sent once per microbatch shape, otherwise with every message.
-        split: First modules of the second and later chunks; optional, defaults to `num_layers_per_stage`.
-        execution_sequence: Modules and functions that replace the model's forward; optional.
-    """
-
-    style: str | PipelineSchedule
-    num_stages: int
-    num_chunks: int
+    pp_size: int
     num_microbatches: int | None
     microbatch_size: int | None
+    pp_style: str | PipelineSchedule
+    num_model_chunks: int
     num_layers_per_stage: Sequence[int] | None
     broadcast_loss: bool
-    caches_metadata: bool
+    enable_metadata_cache: bool
     split: Sequence[str] | None
     execution_sequence: Sequence[str | Callable[..., Any]] | None
 
     @property
+    def fingerprint(self) -> list[str]:
+        """Options that must be equal on all ranks, without addresses, by which equal ones would differ."""
+        return [f"{name}={_without_addresses(getattr(self, name))}" for name in self.__slots__]
+
+    @property
     def schedule(self) -> PipelineSchedule:
         """Schedule object; valid after `check`."""
-        return schedule_from_name(self.style) if isinstance(self.style, str) else self.style
+        return schedule_from_name(self.pp_style) if isinstance(self.pp_style, str) else self.pp_style
 
     @property
     def num_positions(self) -> int:
         """Number of chunks of the full model."""
-        return self.num_stages * self.num_chunks
+        return self.pp_size * self.num_model_chunks
 
     def remarks(self) -> list[str]:
         """Return log lines about arguments that have no effect with one stage."""
         given_and_usual = {
             "num_microbatches": (self.num_microbatches, None),
             "microbatch_size": (self.microbatch_size, None),
-            "pp_style": (self.style, "1f1b"),
-            "num_model_chunks": (self.num_chunks, 1),
+            "pp_style": (self.pp_style, "1f1b"),
+            "num_model_chunks": (self.num_model_chunks, 1),
             "num_layers_per_stage": (self.num_layers_per_stage, None),
             "split": (self.split, None),
             "execution_sequence": (self.execution_sequence, None),
         }
         return [
-            f"{name}={RankIndependentRepr(given)} changes nothing: pp_size=1 has no pipeline stages to fill"
+            f"{name}={_without_addresses(given)} changes nothing: pp_size=1 has no pipeline stages to fill"
             for name, (given, usual) in given_and_usual.items()
-            if self.num_stages == 1 and given != usual
+            if self.pp_size == 1 and given != usual
         ]
 
     def check(self) -> None:
@@ -81,10 +73,12 @@ class PipelineArguments:
         Raises:
             ConfigError: An argument is invalid.
         """
+        for name in ("broadcast_loss", "enable_metadata_cache"):
+            check_flag(name, getattr(self, name))
         self._check_numbers()
         self._check_style()
         self._check_names()
-        if self.num_stages == 1:
+        if self.pp_size == 1:
             return
         self._check_microbatches()
         self._check_division()
@@ -97,9 +91,9 @@ class PipelineArguments:
                 raise ConfigError(
                     f"{name}={getattr(self, name)!r} is not a number: give a whole number from 1, or None"
                 )
-        if not is_count(self.num_chunks):
+        if not is_count(self.num_model_chunks):
             raise ConfigError(
-                f"num_model_chunks={self.num_chunks!r} is not a number of model chunks per stage: give a whole"
+                f"num_model_chunks={self.num_model_chunks!r} is not a number of model chunks per stage: give a whole"
                 " number from 1"
             )
         layers = self.num_layers_per_stage
@@ -110,14 +104,14 @@ class PipelineArguments:
             )
 
     def _check_style(self) -> None:
-        if isinstance(self.style, type) and issubclass(self.style, PipelineSchedule):
+        if isinstance(self.pp_style, type) and issubclass(self.pp_style, PipelineSchedule):
             raise ConfigError(
-                f"pp_style={self.style.__name__} is a class, which orders no work: give an object of it,"
-                f" pp_style={self.style.__name__}()"
+                f"pp_style={self.pp_style.__name__} is a class, which orders no work: give an object of it,"
+                f" pp_style={self.pp_style.__name__}()"
             )
-        if not isinstance(self.style, PipelineSchedule) and self.style not in schedule_names():
+        if not isinstance(self.pp_style, PipelineSchedule) and self.pp_style not in schedule_names():
             raise ConfigError(
-                f"pp_style={self.style!r} is not known: choose one of {', '.join(schedule_names())}, register a"
+                f"pp_style={self.pp_style!r} is not known: choose one of {', '.join(schedule_names())}, register a"
                 " schedule with register_schedule, or give an object of one"
             )
 
@@ -130,7 +124,7 @@ class PipelineArguments:
         sequence = self.execution_sequence
         if sequence is not None and not _is_list_of(lambda one: _is_name(one) or callable(one), sequence):
             raise ConfigError(
-                f"execution_sequence={RankIndependentRepr(sequence)} is not an order of execution: give a list"
+                f"execution_sequence={_without_addresses(sequence)} is not an order of execution: give a list"
                 " of names of modules and functions of one argument, such as ['embedding', 'layers.0', 'layers.1',"
                 " 'head'], or leave it out"
             )
@@ -140,9 +134,9 @@ class PipelineArguments:
     def _check_microbatches(self) -> None:
         if self.num_microbatches is None and self.microbatch_size is None:
             raise ConfigError(
-                f"pp_size={self.num_stages} without num_microbatches and microbatch_size does not say into what a batch"
+                f"pp_size={self.pp_size} without num_microbatches and microbatch_size does not say into what a batch"
                 " is divided, of which stages work on several parts at a time: give"
-                f" num_microbatches={2 * self.num_stages}, or microbatch_size=1"
+                f" num_microbatches={2 * self.pp_size}, or microbatch_size=1"
             )
         if self.num_microbatches is not None and self.microbatch_size is not None:
             raise ConfigError(
@@ -153,15 +147,15 @@ class PipelineArguments:
         some = (self.num_positions, _MANY * self.num_positions)
         numbers = some if self.num_microbatches is None else (self.num_microbatches,)
         check = self.schedule.check
-        errors = [error_of(functools.partial(check, self.num_stages, number, self.num_chunks)) for number in numbers]
+        errors = [error_of(functools.partial(check, self.pp_size, number, self.num_model_chunks)) for number in numbers]
         if errors[-1] is not None and all(errors):
             raise errors[-1]
 
     def _check_division(self) -> None:
         layers, split = self.num_layers_per_stage, self.split
-        chunks = f"pp_size={self.num_stages}"
-        if self.num_chunks > 1:
-            chunks += f" with num_model_chunks={self.num_chunks}"
+        chunks = f"pp_size={self.pp_size}"
+        if self.num_model_chunks > 1:
+            chunks += f" with num_model_chunks={self.num_model_chunks}"
         if layers is not None and split is not None:
             raise ConfigError(
                 f"num_layers_per_stage={layers!r} and split={split!r} both say where a model is divided: leave one of"
@@ -183,19 +177,8 @@ class PipelineArguments:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class RankIndependentRepr:
-    """A value with a rank-independent repr: without addresses, by which equal arguments would differ between ranks."""
-
-    value: Any
-
-    def __repr__(self) -> str:
-        return _ADDRESS.sub("", repr(self.value))
-
-    @staticmethod
-    def unwrap(given: Any) -> Any:
-        """Return the value, wrapped or not."""
-        return given.value if isinstance(given, RankIndependentRepr) else given
+def _without_addresses(value: Any) -> str:
+    return _ADDRESS.sub("", repr(value))
 
 
 def _is_list_of(belongs: Callable[[Any], bool], value: Any) -> bool:

@@ -69,10 +69,10 @@ def split_batch(batch: Any, *, num_microbatches: int | None, microbatch_size: in
         batch: Tensor, or mapping, sequence or dataclass of tensors and other values, nested to any depth.
         num_microbatches: Number of microbatches, whose sizes differ by at most one; a batch of fewer samples makes one
             microbatch per sample.
-        microbatch_size: Samples per microbatch, instead; the last one may have fewer.
+        microbatch_size: Samples per microbatch, instead; the last one may have fewer. `PipelineArguments` checks both.
 
     Raises:
-        ConfigError: Not exactly one of both numbers is given, it is below 1, or the batch has no samples.
+        ConfigError: The batch has no samples.
     """
     size = batch_size(batch)
     if size == 0:
@@ -118,15 +118,10 @@ def join_outputs(outputs: Sequence[Any], num_samples: Sequence[int]) -> Any:
 
 def _sizes(size: int, num_microbatches: int | None, microbatch_size: int | None) -> list[int]:
     """Return the number of samples of each microbatch."""
-    number = num_microbatches if microbatch_size is None else microbatch_size
-    if number is None or number < 1 or (num_microbatches is not None and microbatch_size is not None):
-        raise ConfigError(
-            f"num_microbatches={num_microbatches} and microbatch_size={microbatch_size} do not define a split of a"
-            f" batch of {size} samples: give one of them, at least 1"
-        )
     if microbatch_size is not None:
-        return [min(number, size - start) for start in range(0, size, number)]
-    count = min(number, size)
+        return [min(microbatch_size, size - start) for start in range(0, size, microbatch_size)]
+    assert num_microbatches is not None
+    count = min(num_microbatches, size)
     return [size // count + (index < size % count) for index in range(count)]
 
 

@@ -29,12 +29,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from booster.comm import RecvChannel, SendChannel, TensorMeta
 from booster.errors import ConfigError
 
 from .schedules import Message, StageAction, action_list, check_orders, incoming_messages, message_order
-from .stage_forward import StagePartition
+from .stage_partition.stage_plan import StagePartition
 from .tree_spec import TreeSpec, flatten
 
 _MAX_CACHED_SPECS = 1024
@@ -42,19 +43,6 @@ _NUM_POSTED_AHEAD = 2  # number of actions whose receives are posted ahead
 
 LinkPeer = Callable[[int, int], tuple["dist.ProcessGroup | None", int]]
 """Returns the group of the link from a sending to a receiving stage, and the peer's rank in it."""
-
-
-@dataclass(frozen=True, slots=True)
-class SentActivation:
-    """A sent activation.
-
-    Attributes:
-        spec: Tree spec of the activation.
-        edges: Gradient edges of its tensors that require gradients, in order.
-    """
-
-    spec: TreeSpec
-    edges: Sequence[torch.autograd.graph.GradientEdge]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +62,7 @@ class StageP2P:
     """Sends and receives of a stage.
 
     Args:
-        division: Assignment of model chunks to stages.
+        partition: Assignment of model chunks to stages.
         stage: Index of this stage.
         ends: Returns group and peer of a link.
         device: Compute device of the stage.
@@ -84,7 +72,7 @@ class StageP2P:
 
     def __init__(
         self,
-        division: StagePartition,
+        partition: StagePartition,
         stage: int,
         ends: LinkPeer,
         device: torch.device,
@@ -92,7 +80,7 @@ class StageP2P:
         caches_specs: bool,
         is_ordered: bool,
     ) -> None:
-        self._division = division
+        self._partition = partition
         self._stage = stage
         self._ends = ends
         self._device = device
@@ -114,7 +102,7 @@ class StageP2P:
         """Clear the cache of headers; all stages must do so at the same batch."""
         self._cached_specs.clear()
 
-    def begin(self, signatures: Sequence[Hashable], *, with_gradients: bool) -> list[StageAction]:
+    def begin(self, signatures: Sequence[Hashable], *, with_gradients: bool) -> Sequence[StageAction]:
         """Start a batch, and return the stage's actions. No communication.
 
         Args:
@@ -126,8 +114,8 @@ class StageP2P:
         """
         self._signatures = signatures
         self._with_gradients = with_gradients
-        schedule = self._division.schedule
-        sizes = (self._division.num_stages, len(signatures), self._division.num_chunks)
+        schedule = self._partition.schedule
+        sizes = (self._partition.num_stages, len(signatures), self._partition.num_chunks)
         if len(signatures) not in self._checked:
             check_orders(schedule, *sizes)
             self._checked.add(len(signatures))
@@ -165,22 +153,20 @@ class StageP2P:
             if step.receives in self._recv_index:
                 self._post_recv(step.receives)  # type: ignore[arg-type]
 
-    def send_output(self, message: Message, tree: Any) -> SentActivation:
-        """Send an activation to the next chunk.
+    def send_output(self, message: Message, tree: Any) -> list[GradientEdge]:
+        """Send an activation to the next chunk, and return the gradient edges of its tensors that require gradients.
 
         Raises:
             ConfigError: It has unsupported values, or other shapes than an earlier one of the same kind.
         """
         tensors, spec = flatten(tree)
         edges = [
-            torch.autograd.graph.get_gradient_edge(tensor)
-            for tensor, one in zip(tensors, spec.tensors, strict=True)
-            if one.requires_grad
+            get_gradient_edge(tensor) for tensor, one in zip(tensors, spec.tensors, strict=True) if one.requires_grad
         ]
         self._spec_of[message.microbatch, message.position] = spec
         if message.receiver == self._stage:
             self._local[message] = [tensor.detach() for tensor in tensors]
-            return SentActivation(spec, edges)
+            return edges
         kind = self._kind(message)
         known = self._cached_specs.get(kind) if self._caches else None
         if known is not None and known != spec:
@@ -191,7 +177,7 @@ class StageP2P:
             )
         self._cached_specs[kind] = spec
         self._send(message, tensors, None if known is not None else spec.encode())
-        return SentActivation(spec, edges)
+        return edges
 
     def recv_output(self, message: Message) -> ReceivedActivation:
         """Wait for an activation.
@@ -251,19 +237,19 @@ class StageP2P:
             sent = self._spec_of.get((message.microbatch, message.position + 1))
             if sent is None:  # not sent yet
                 return None
-            return [TensorMeta(one.shape, one.dtype) for one in sent.tensors if one.requires_grad]
+            return [one for one in sent.tensors if one.requires_grad]
         spec = self._cached_specs.get(self._kind(message)) if self._caches else None
         if spec is None:
             self._headers_due[sender] = message
             return None
         self._spec_of[message.microbatch, message.position] = spec
-        return spec.specs
+        return spec.tensors
 
     def _read_header(self, sender: int, header: bytes) -> Sequence[TensorMeta]:
         message = self._headers_due.pop(sender)
         spec = TreeSpec.decode(header)
         self._cached_specs[self._kind(message)] = self._spec_of[message.microbatch, message.position] = spec
-        return spec.specs
+        return spec.tensors
 
     def _recv(self, message: Message) -> list[torch.Tensor]:
         if self._is_ordered:

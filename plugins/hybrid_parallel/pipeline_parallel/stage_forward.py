@@ -11,9 +11,9 @@ detected, here and in `placeholders`.
 Synchronization of persistent buffers that several pipeline stages hold.
 
 Note [Shared buffers]
-Modules without parameters outside of the units are on every stage, as are the buffers of modules that contain units,
+Modules without parameters outside of the layers are on every stage, as are the buffers of modules that contain layers,
 because every stage runs the model's own forward. Their actual values are computed on one stage, in a *live* run (see
-Note [Chunk forward]): before the units on the stage of the first chunk, after them on that of the last. Other stages
+Note [Chunk forward]): before the layers on the stage of the first chunk, after them on that of the last. Other stages
 run the same code on placeholders, or do not reach it. So after each batch the stage that changed a buffer in a live run
 broadcasts it. Only persistent buffers take part, as only they are model state. A buffer that several stages change
 differently has no value that one process would have, and raises.
@@ -22,9 +22,8 @@ differently has no value that one process would have, and raises.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -37,128 +36,11 @@ from booster.core.model_wrapper import call_with_batch
 from booster.errors import ConfigError
 from booster.kernels.checksum import crc32
 from booster.moe.loss import attach_auxiliary_loss, detach_auxiliary_losses
-from booster.plugins.hybrid_parallel.captured_outputs import captured_lists
 from booster.plugins.hybrid_parallel.sequence_parallel.layer_stack import note_full_length, noted_full_length
+from booster.plugins.hybrid_parallel.sequence_parallel.recorded_outputs import captured_lists
 from booster.pytree import map_first
 
-from .schedules import PipelineSchedule
-from .stage_partition.balance import position_of_gap
-from .stage_partition.stage_plan import StagePlan
-
-
-@dataclass(frozen=True, slots=True)
-class ModelChunk:
-    """Model chunk: consecutive layers that a stage runs without communication in between.
-
-    Attributes:
-        position: Position in the model, from 0.
-        chunk: Index among the stage's chunks.
-        start: Index of its first layer.
-        stop: Index after its last layer.
-        is_first: Whether it is the first chunk of the model.
-        is_last: Whether it is the last chunk, which returns the model's outputs.
-    """
-
-    position: int
-    chunk: int
-    start: int
-    stop: int
-    is_first: bool
-    is_last: bool
-
-
-@dataclass(frozen=True, slots=True)
-class StagePartition:
-    """Partition of a model's layers over the stages of a pipeline.
-
-    Attributes:
-        plan: Layers of the model, and the modules around them.
-        bounds: Position p has the layers from `bounds[p]` up to `bounds[p + 1]`.
-        schedule: Schedule, which assigns positions to stages.
-        num_stages: Number of stages.
-        num_chunks: Model chunks per stage.
-    """
-
-    plan: StagePlan
-    bounds: tuple[int, ...]
-    schedule: PipelineSchedule
-    num_stages: int
-    num_chunks: int
-
-    def chunks(self, stage: int) -> list[ModelChunk]:
-        """Return the chunks of a stage."""
-        positions = [self.schedule.position(stage, chunk, self.num_stages) for chunk in range(self.num_chunks)]
-        last = self.num_stages * self.num_chunks - 1
-        return [
-            ModelChunk(
-                position=position,
-                chunk=chunk,
-                start=self.bounds[position],
-                stop=self.bounds[position + 1],
-                is_first=position == 0,
-                is_last=position == last,
-            )
-            for chunk, position in enumerate(positions)
-        ]
-
-    def stages_of(self, module_name: str) -> frozenset[int]:
-        """Return the stages that hold a module's direct parameters.
-
-        Those of a module that contains layers are on all stages, as its forward may use them on any of them.
-        """
-        place = self._stage_of(module_name)
-        return frozenset(range(self.num_stages)) if place is None else frozenset({place})
-
-    def _stage_of(self, module_name: str) -> int | None:
-        """Return the stage of the layer or gap module that contains a module, or None."""
-        # A layer is on the stage of the gap before it.
-        for name, gap in self.plan.places.items():
-            if _is_within(module_name, name):
-                return self.schedule.place(position_of_gap(gap, self.bounds), self.num_stages)[0]
-        return None
-
-    def module_stages(self, model: nn.Module) -> dict[int, frozenset[int]]:
-        """Return the stages that hold each module's direct parameters, by its `id`.
-
-        Further names of a module that has a stage, such as an attribute that refers to a layer list, are ignored.
-        """
-        everywhere = frozenset(range(self.num_stages))
-        found: dict[int, frozenset[int]] = {}
-        for name, module in model.named_modules(remove_duplicate=False):
-            if (place := self._stage_of(name)) is not None:
-                found[id(module)] = found.get(id(module), frozenset()) | {place}
-        return {id(module): found.get(id(module), everywhere) for module in model.modules()}
-
-    def parameter_stages(self, model: nn.Module) -> dict[str, tuple[int, ...]]:
-        """Return the stages of each parameter, ascending, by its first name."""
-        of_module = self.module_stages(model)
-        holders: dict[int, set[int]] = {}
-        for module in model.modules():
-            for parameter in module.parameters(recurse=False):
-                holders.setdefault(id(parameter), set()).update(of_module[id(module)])
-        return {name: tuple(sorted(holders[id(parameter)])) for name, parameter in model.named_parameters()}
-
-    def handovers(self, stacks: Iterable[Sequence[str]]) -> Iterator[tuple[str, str]]:
-        """Yield the neighbors in a stack of layers that are in two chunks, with nothing of the plan in between."""
-        if self.plan.sequence is not None:  # whose functions may run between them
-            return
-        neighbors = {pair for stack in stacks for pair in pairwise(stack)}
-        for bound in self.bounds[1:-1]:
-            pair = self.plan.layers[bound - 1], self.plan.layers[bound]
-            if pair in neighbors:
-                yield pair
-
-    def layers_of(self, stage: int, names: Sequence[str]) -> list[list[str]]:
-        """Return which of these modules are layers of a stage, or inside of them, per chunk."""
-        found = []
-        for chunk in self.chunks(stage):
-            units = self.plan.layers[chunk.start : chunk.stop]
-            found.append([name for name in names if any(_is_within(name, unit) for unit in units)])
-        return [one for one in found if one]
-
-
-def _is_within(name: str, outer: str) -> bool:
-    return name == outer or name.startswith(f"{outer}.")
+from .stage_partition.stage_plan import ModelChunk, StagePartition, StagePlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -185,9 +67,9 @@ class PersistentBuffer:
         return next(tensor for tensor in found if tensor is not None)
 
 
-def persistent_buffers(model: nn.Module, division: StagePartition) -> list[PersistentBuffer]:
+def persistent_buffers(model: nn.Module, partition: StagePartition) -> list[PersistentBuffer]:
     """Return the persistent buffers of a full model, tied ones once."""
-    of_module = division.module_stages(model)
+    of_module = partition.module_stages(model)
     places: dict[int, list[tuple[str, nn.Module]]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for key, buffer in module._buffers.items():
@@ -198,7 +80,7 @@ def persistent_buffers(model: nn.Module, division: StagePartition) -> list[Persi
             names=tuple(name for name, _ in found),
             modules=tuple(module for _, module in found),
             stages=tuple(sorted({stage for _, module in found for stage in of_module[id(module)]})),
-            is_replicated=all(len(division.stages_of(name.rpartition(".")[0])) > 1 for name, _ in found),
+            is_replicated=all(len(partition.stages_of(name.rpartition(".")[0])) > 1 for name, _ in found),
         )
         for found in places.values()
     ]
@@ -227,7 +109,7 @@ class SharedBuffers:
             is_computing: If True, the chunk computes from the start.
         """
         self._live_from = self._copies() if is_computing else []
-        # The stage's first chunk has run the same code before the units already.
+        # The stage's first chunk has run the same code before the layers already.
         self._at_start = None if is_computing or is_first else self._copies()
 
     @torch.no_grad()
@@ -287,7 +169,7 @@ def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageActivation:
-    """Activation sent from one chunk to the next.
+    """Activation sent from one chunk to the next; see Note [Tree specs] for what it may hold.
 
     Attributes:
         output: Output of the last layer.
@@ -302,21 +184,6 @@ class StageActivation:
     captured: Mapping[str, list[Any]] = field(default_factory=dict)
     auxiliary_loss: torch.Tensor | None = None
     full_length: int | None = None
-
-    def to_tree(self) -> dict[str, Any]:
-        """Return the activation as containers."""
-        tree = {"output": self.output, "carried": self.skip_outputs}
-        if self.captured:
-            tree["captured"] = self.captured
-        if self.full_length is not None:
-            tree["full_length"] = self.full_length
-        return tree if self.auxiliary_loss is None else {**tree, "auxiliary_loss": self.auxiliary_loss}
-
-    @classmethod
-    def from_tree(cls, tree: Mapping[str, Any]) -> StageActivation:
-        """Return the activation from the result of `to_tree`."""
-        captured, loss = tree.get("captured", {}), tree.get("auxiliary_loss")
-        return cls(tree["output"], tree["carried"], captured, loss, tree.get("full_length"))
 
 
 _CALL = nn.Module._call_impl.__code__
@@ -464,7 +331,7 @@ def _call_always_called_hooks(finished: ChunkDone) -> None:
 def install_layer(module: nn.Module, index: int, context: ChunkContext) -> None:
     """Let a layer run only in its own chunk. In place, by a subclass set as its class."""
     _add_mixin(module, _Layer)
-    module.__dict__["_pipeline_unit"] = (index, context)
+    module.__dict__["_pipeline_layer"] = (index, context)
 
 
 def install_skip_output(module: nn.Module, name: str, complete_at: int, context: ChunkContext) -> None:
@@ -477,14 +344,14 @@ def install_skip_output(module: nn.Module, name: str, complete_at: int, context:
         context: Context of the model.
     """
     _add_mixin(module, _SkipOutput)
-    module.__dict__["_pipeline_carried"] = (name, complete_at, context)
+    module.__dict__["_pipeline_skip_output"] = (name, complete_at, context)
 
 
 class _Layer(nn.Module):
     """Mixin of layers. Overrides `__call__` and not `forward`, so that hooks of skipped layers do not run."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        index, context = self.__dict__["_pipeline_unit"]
+        index, context = self.__dict__["_pipeline_layer"]
         run: ChunkForward = context.require_run()
         if index < run.chunk.start:
             return run.skip_layer()
@@ -507,10 +374,10 @@ class _Layer(nn.Module):
 
 
 class _SkipOutput(nn.Module):
-    """Mixin of modules whose output is carried."""
+    """Mixin of modules whose output is sent to later chunks."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        name, complete_at, context = self.__dict__["_pipeline_carried"]
+        name, complete_at, context = self.__dict__["_pipeline_skip_output"]
         run: ChunkForward = context.require_run()
         if run.chunk.start > complete_at:
             return run.skip_outputs[name]
@@ -527,7 +394,7 @@ def _run_sequence(model: nn.Module, sequence: Sequence[str | Callable[..., Any]]
     """Run a chunk of an execution sequence, instead of the model's forward."""
     value = None if run.received is None else run.received.output
     takes_batch = run.chunk.is_first
-    for index, steps in enumerate(_steps_by_unit(sequence)):
+    for index, steps in enumerate(_steps_by_layer(sequence)):
         if not run.chunk.start <= index < run.chunk.stop:
             continue
         run.next_layer = index + 1
@@ -540,7 +407,7 @@ def _run_sequence(model: nn.Module, sequence: Sequence[str | Callable[..., Any]]
     return value
 
 
-def _steps_by_unit(sequence: Sequence[str | Callable[..., Any]]) -> list[list[str | Callable[..., Any]]]:
+def _steps_by_layer(sequence: Sequence[str | Callable[..., Any]]) -> list[list[str | Callable[..., Any]]]:
     """Return the steps of each layer: its module and the functions after it; leading functions join the first."""
     found: list[list[str | Callable[..., Any]]] = [[]]
     for step in sequence:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,20 +11,17 @@ from torch.optim import Optimizer
 
 from booster.interface import ShardSpec
 from booster.moe.routers import Router
-from booster.plugins.sharding.deferred_init import Materializer
 
 from .placeholders import PlaceholderModules
-from .shard_params import shard_parameters
 from .stage_forward import (
     ChunkContext,
-    ModelChunk,
     PersistentBuffer,
     SharedBuffers,
-    StagePartition,
     install_layer,
     install_skip_output,
     persistent_buffers,
 )
+from .stage_partition.stage_plan import ModelChunk, StagePartition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -66,10 +63,10 @@ def build_stage(
     model: nn.Module,
     optimizer: Optimizer | None,
     layouts: Mapping[str, ShardSpec],
-    materializer: Materializer,
     partition: StagePartition,
     stage: int,
     device: torch.device,
+    shard: Callable[[Mapping[str, ShardSpec], Collection[int]], dict[str, nn.Parameter]],
 ) -> StageModel:
     """Materialize the model's parameters, and keep this stage's, sharded by their specs. In place. Collective.
 
@@ -79,10 +76,11 @@ def build_stage(
         model: The user's model.
         optimizer: The user's optimizer; parameters of other stages are removed from its param groups.
         layouts: Shard spec of each parameter by name, tied ones once.
-        materializer: Materializer of the model.
         partition: Assignment of the model's layers to stages.
         stage: Index of this stage.
         device: Compute device of the stage.
+        shard: Function that shards the parameters, by this stage's shard specs, and drops those of modules of other
+            stages, by their `id`s.
     """
     stages_of_module = partition.module_stages(model)
     absent = {key for key, stages in stages_of_module.items() if stage not in stages}
@@ -96,7 +94,7 @@ def build_stage(
         name: layout if name not in holders or holders[name][0] == stage else layout.non_primary()
         for name, layout in layouts.items()
     }
-    parameters = shard_parameters(model, optimizer, owned, materializer, absent_ids=absent)
+    parameters = shard(owned, absent)
     held = frozenset(name for name, stages in stages_of.items() if stage in stages)
     logical = {id(parameter): name for name, parameter in parameters.items()}
     plan = partition.plan

@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,21 +27,13 @@ _CONTAINERS: Mapping[str, type] = {"tuple": tuple, "list": list, "dict": dict}
 
 
 @dataclass(frozen=True, slots=True)
-class TensorLeaf:
-    """Metadata of a tensor in a tree.
+class TensorLeaf(TensorMeta):
+    """Metadata of a tensor in a tree; `requires_grad` tells whether its gradient is sent back."""
 
-    Attributes:
-        shape: Shape.
-        dtype: Dtype.
-        requires_grad: Whether its gradient is sent back.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
     requires_grad: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TreeSpec:
     """Structure of a tree without its tensors' data; see Note [Tree specs].
 
@@ -53,11 +44,6 @@ class TreeSpec:
 
     root: _Node
     tensors: tuple[TensorLeaf, ...]
-
-    @cached_property
-    def specs(self) -> tuple[TensorMeta, ...]:
-        """Shapes and dtypes of the tensors."""
-        return tuple(TensorMeta(tensor.shape, tensor.dtype) for tensor in self.tensors)
 
     def build(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the tree with these tensors, as many as `self.tensors`."""

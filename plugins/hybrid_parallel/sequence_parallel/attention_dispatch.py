@@ -14,12 +14,23 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from booster.comm import all_reduce_numbers
+from booster.core.activation_policy import BY_OPERATION, RECOMPUTED, WHOLE_LAYERS
+from booster.core.compiling import COMPILED, calls_compiled
 from booster.core.layer_stacks import subclass_of
 from booster.core.opaque_operator import autocast_dtype, call_in_graph, opaque
 from booster.errors import ConfigError
 
 from .group import SequenceParallelGroup
-from .layer_context import LayerContext, ShardedStack, current_layer, enter_layer, is_in_backward
+from .layer_context import (
+    SEQUENCE_INFO,
+    LayerContext,
+    SequenceInfo,
+    ShardedStack,
+    current_layer,
+    enter_layer,
+    is_in_backward,
+    no_attention_error,
+)
 from .ring_attention import ring_attention
 from .ulysses import all_to_all_attention
 
@@ -121,39 +132,25 @@ _NAMES = ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp")
 _CUMULATIVE = frozenset(getattr(where, name) for where in (torch, torch.Tensor) for name in _NAMES)
 
 
-def attend(
+def _attend_in_stack(
     layer: LayerContext,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """Run `F.scaled_dot_product_attention` of this rank's tokens to all tokens, or to another, unsharded sequence.
 
-    Args:
-        layer: Context of the calling layer.
-        query: Query of this rank's tokens.
-        key: Key of this rank's tokens or of another sequence.
-        value: Value, like `key`.
-        attn_mask: Mask of the full sequence, as in torch.
-        dropout_p: Dropout probability, as in torch.
-        is_causal: If True, attention is causal, as in torch.
-        scale: Scale of the scores, as in torch.
-        enable_gqa: If True, keys may have fewer heads than queries, as in torch.
-
-    Raises:
-        ConfigError: The lengths do not match; see `LayerContext.is_unsharded` and `sequence_attention`.
-
-    Collective: yes, except for attention to another sequence.
+    The mask is that of the full sequence. Collective: yes, except for attention to another sequence.
     """
     if query.dim() == 3:
         mask = attn_mask.unsqueeze(1) if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
         query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
-        return attend(layer, query, key, value, mask, dropout_p, is_causal, scale).squeeze(1)
+        return _attend_in_stack(layer, query, key, value, mask, dropout_p, is_causal, scale).squeeze(1)
     sp_group = layer.sp_group
     local_length = query.shape[-2]
     length = layer.full_length(local_length)
@@ -225,7 +222,7 @@ def _attend(
     layer.visible = visible
     if bias is not None:
         mask = _add_bias(layer, bias, mask, is_causal=is_causal)
-    return attend(layer, query, key, value, mask, dropout, is_causal and mask is None, scale, enable_gqa)
+    return _attend_in_stack(layer, query, key, value, mask, dropout, is_causal and mask is None, scale, enable_gqa)
 
 
 def _attention_output(visible: Any, query: torch.Tensor, key: Any, value: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -265,7 +262,81 @@ def _check_not_along_tokens(func: Any, x: torch.Tensor, dim: int = 0, *args: Any
         )
 
 
-def intercept_submodules(layer: nn.Module, stack: ShardedStack) -> None:
+def install_layer_context(layer: nn.Module, stack: ShardedStack) -> None:
+    """Replace a layer's class by a subclass of the same name whose forward takes a `SequenceInfo` and sets the context.
+
+    This is not a hook, because activation checkpointing recomputes a forward without its hooks.
+
+    Args:
+        layer: Layer of a stack.
+        stack: The stack. If its attention sees this rank's tokens only, attention calls of the layer are dispatched.
+    """
+    layer.__dict__[_STACK] = stack
+    if not stack.shards_attention:
+        layer.__class__ = subclass_of(type(layer), "running", _running_members, below=RECOMPUTED)
+        return
+    use_sequence_attention(layer)
+    _intercept_submodules(layer, stack)
+    layer.__class__ = subclass_of(type(layer), "intercepted", _intercepted_members, below=COMPILED | RECOMPUTED)
+    # Outside of graphs, which would not set the thread's context.
+    layer.__class__ = subclass_of(type(layer), "attending", _attending_members, below={WHOLE_LAYERS, BY_OPERATION})
+
+
+def _running_members(base: type[nn.Module]) -> dict[str, Any]:
+    @functools.wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        info: SequenceInfo | None = kwargs.pop(SEQUENCE_INFO, None)
+        if info is not None:
+            self.__dict__[_STACK].splitter.set_length(info.length)
+        return base.forward(self, *args, **kwargs)
+
+    return {"forward": forward}
+
+
+def _intercepted_members(base: type[nn.Module]) -> dict[str, Any]:
+    @functools.wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if current_layer() is None:
+            return base.forward(self, *args, **kwargs)
+        with AttentionDispatchMode():
+            return base.forward(self, *args, **kwargs)
+
+    return {"forward": forward}
+
+
+def _attending_members(base: type[nn.Module]) -> dict[str, Any]:
+    @functools.wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        info: SequenceInfo | None = kwargs.pop(SEQUENCE_INFO, None)
+        if info is None and not is_in_backward():
+            return base.forward(self, *args, **kwargs)
+        running = _layer_context(self.__dict__[_STACK], info, args, kwargs)
+        with enter_layer(running):
+            try:
+                output = base.forward(self, *args, **kwargs)
+            except (RuntimeError, ValueError) as error:  # shape errors of attention implemented by plain matmuls
+                is_of_compiler = type(error).__module__.startswith("torch._dynamo")
+                if running.num_attentions == 0 and not (is_of_compiler or isinstance(error, ConfigError)):
+                    raise no_attention_error(base.__name__, (*args, *kwargs.values())) from error
+                raise
+        if running.num_attentions == 0:
+            raise no_attention_error(base.__name__, (*args, *kwargs.values()))
+        return output
+
+    return {"forward": calls_compiled(forward)}
+
+
+def _layer_context(
+    stack: ShardedStack, info: SequenceInfo | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> LayerContext:
+    if info is None:
+        return LayerContext(stack, None, ())
+    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    unsharded = tuple(given[key] for key in info.unsharded)
+    return LayerContext(stack, info.length, unsharded, tuple(given[info.hidden].shape[:2]))
+
+
+def _intercept_submodules(layer: nn.Module, stack: ShardedStack) -> None:
     """Record the arguments of a layer's submodules, and dispatch attention if they are recomputed separately.
 
     Only submodules with children, such as an attention with projections. Their classes are replaced by subclasses of
@@ -435,35 +506,17 @@ def _attention_forward(
     is_causal = False if is_eager else is_causal
     _check_supported(module, kwargs)
     if current_layer() is None:
-        return _dense_forward(
-            module, query, key, value, attention_mask, scaling, dropout, is_causal, position_bias, kwargs
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        others = kwargs if position_bias is None else {**kwargs, "position_bias": position_bias}
+        dense: tuple[torch.Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **others
         )
+        return dense
     is_causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     rest = attention_mask, dropout, is_causal and attention_mask is None, scaling, query.shape[1] != key.shape[1]
     output: torch.Tensor = _attend_in_layer(_visible(), query, key, value, position_bias, *rest)
     return output.transpose(1, 2).contiguous(), None
-
-
-def _dense_forward(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float | None,
-    dropout: float,
-    is_causal: bool | None,
-    position_bias: torch.Tensor | None,
-    others: dict[str, Any],
-) -> tuple[torch.Tensor, None]:
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    if position_bias is not None:
-        others = {**others, "position_bias": position_bias}
-    output: tuple[torch.Tensor, None] = sdpa_attention_forward(
-        module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **others
-    )
-    return output
 
 
 def _add_bias(layer: LayerContext, bias: torch.Tensor, mask: torch.Tensor | None, *, is_causal: bool) -> torch.Tensor:

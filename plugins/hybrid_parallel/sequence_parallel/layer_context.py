@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
-from booster.core.activation_policy import BY_OPERATION, RECOMPUTED, WHOLE_LAYERS
-from booster.core.compiling import COMPILED, calls_compiled
-from booster.core.layer_stacks import subclass_of
 from booster.errors import ConfigError
 
 from .group import SequenceParallelGroup
@@ -22,13 +17,13 @@ from .splitters import SequenceSplitter
 
 SEQUENCE_INFO = "sequence_info"
 """Name of the argument with which a stack's hooks pass a `SequenceInfo` to a layer's forward."""
-_STACK, _INTERCEPTION = "_sequence_stack", "_sequence_interception"
 
 
 class ShardedStack(Protocol):
     """Layers that run on a shard of a sequence; implemented by `LayerStack`."""
 
     splitter: SequenceSplitter
+    shards_attention: bool
 
     def full_length(self, local_length: int) -> int:
         """Return the full length of a sequence from this rank's number of tokens."""
@@ -167,73 +162,6 @@ def enter_layer(layer: LayerContext) -> Iterator[None]:
         _current.layer = previous
 
 
-def install_layer_context(
-    layer: nn.Module, stack: ShardedStack, interception: Callable[[], AbstractContextManager[Any]] | None = None
-) -> None:
-    """Replace a layer's class by a subclass of the same name whose forward takes a `SequenceInfo` and sets the context.
-
-    This is not a hook, because activation checkpointing recomputes a forward without its hooks.
-
-    Args:
-        layer: Layer of a stack.
-        stack: The stack.
-        interception: Factory of the context manager that dispatches attention; optional, defaults to none because
-            tensor-parallel regions gather the sequence.
-    """
-    layer.__dict__[_STACK] = stack
-    if interception is None:
-        layer.__class__ = subclass_of(type(layer), "running", _running_members, below=RECOMPUTED)
-        return
-    layer.__dict__[_INTERCEPTION] = interception
-    layer.__class__ = subclass_of(type(layer), "intercepted", _intercepted_members, below=COMPILED | RECOMPUTED)
-    # Outside of graphs, which would not set the thread's context.
-    layer.__class__ = subclass_of(type(layer), "attending", _attending_members, below={WHOLE_LAYERS, BY_OPERATION})
-
-
-def _running_members(base: type[nn.Module]) -> dict[str, Any]:
-    @functools.wraps(base.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        info: SequenceInfo | None = kwargs.pop(SEQUENCE_INFO, None)
-        if info is not None:
-            self.__dict__[_STACK].splitter.begin_layer(info.length)
-        return base.forward(self, *args, **kwargs)
-
-    return {"forward": forward}
-
-
-def _intercepted_members(base: type[nn.Module]) -> dict[str, Any]:
-    @functools.wraps(base.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if current_layer() is None:
-            return base.forward(self, *args, **kwargs)
-        with self.__dict__[_INTERCEPTION]():
-            return base.forward(self, *args, **kwargs)
-
-    return {"forward": forward}
-
-
-def _attending_members(base: type[nn.Module]) -> dict[str, Any]:
-    @functools.wraps(base.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        info: SequenceInfo | None = kwargs.pop(SEQUENCE_INFO, None)
-        if info is None and not is_in_backward():
-            return base.forward(self, *args, **kwargs)
-        running = _layer_context(self.__dict__[_STACK], info, args, kwargs)
-        with enter_layer(running):
-            try:
-                output = base.forward(self, *args, **kwargs)
-            except (RuntimeError, ValueError) as error:  # shape errors of attention implemented by plain matmuls
-                is_of_compiler = type(error).__module__.startswith("torch._dynamo")
-                if running.num_attentions == 0 and not (is_of_compiler or isinstance(error, ConfigError)):
-                    raise no_attention_error(base.__name__, (*args, *kwargs.values())) from error
-                raise
-        if running.num_attentions == 0:
-            raise no_attention_error(base.__name__, (*args, *kwargs.values()))
-        return output
-
-    return {"forward": calls_compiled(forward)}
-
-
 def no_attention_error(layer: str, given: Iterable[Any] = ()) -> ConfigError:
     """Return the error for a layer without a dispatched attention call, which would see this rank's tokens only.
 
@@ -249,13 +177,3 @@ def no_attention_error(layer: str, given: Iterable[Any] = ()) -> ConfigError:
         " parallelism replaces: use one of them (nn.MultiheadAttention does with need_weights=False), or shard the"
         ' sequence over the tensor-parallel ranks (sequence_parallelism_mode="split_gather")'
     )
-
-
-def _layer_context(
-    stack: ShardedStack, info: SequenceInfo | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> LayerContext:
-    if info is None:
-        return LayerContext(stack, None, ())
-    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    unsharded = tuple(given[key] for key in info.unsharded)
-    return LayerContext(stack, info.length, unsharded, tuple(given[info.hidden].shape[:2]))

@@ -19,8 +19,8 @@ from booster.core.compiling import not_compiled
 from booster.errors import ConfigError
 from booster.pytree import iter_tensors, map_tensors
 
-from .attention_dispatch import AttentionDispatchMode, intercept_submodules, use_sequence_attention
-from .layer_context import SEQUENCE_INFO, SequenceInfo, install_layer_context, is_in_backward, no_attention_error
+from .attention_dispatch import install_layer_context
+from .layer_context import SEQUENCE_INFO, SequenceInfo, is_in_backward, no_attention_error
 from .recorded_outputs import CapturedOutputs, mark_sharded
 from .splitters import SequenceSplitter
 
@@ -181,7 +181,7 @@ class LayerStack:
             note_full_length(gathered, length)
         if is_training:
             self.splitter.rng.leave()
-        self.splitter.end()
+        self.splitter.set_length(None)
         self._forward = None
         return gathered
 
@@ -213,14 +213,7 @@ class LayerStack:
 
 
 class _LayerHooks:
-    """Hooks of one layer, which the constructor registers; no reference to the layer is kept.
-
-    Args:
-        layer: The layer.
-        stack: Its stack.
-        index: Index in the stack.
-        is_last: If True, it is the last layer of the stack.
-    """
+    """Hooks of the layer of an index in a stack, which the constructor registers; the layer is not referenced."""
 
     def __init__(self, layer: nn.Module, stack: LayerStack, index: int, *, is_last: bool) -> None:
         self._stack = stack
@@ -311,10 +304,7 @@ def attach_stack(
     stack = LayerStack(splitter, begins_sharded=begins_sharded, ends_sharded=ends_sharded)
     for index, layer in enumerate(layers):
         _LayerHooks(layer, stack, index, is_last=index == len(layers) - 1)
-        if stack.shards_attention:
-            use_sequence_attention(layer)
-            intercept_submodules(layer, stack)
-        install_layer_context(layer, stack, AttentionDispatchMode if stack.shards_attention else None)
+        install_layer_context(layer, stack)
     return stack
 
 

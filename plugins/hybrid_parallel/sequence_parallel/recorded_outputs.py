@@ -9,6 +9,7 @@ detected when the ranks compare their losses.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,11 +18,28 @@ from torch import nn
 
 from booster.core.compiling import not_compiled
 from booster.errors import ConfigError
-from booster.plugins.hybrid_parallel.captured_outputs import captured_lists
 from booster.pytree import map_tensors
 
 GatherFunction = Callable[[torch.Tensor], torch.Tensor]
 _GATHER = "_gather_tokens"
+
+
+def captured_lists() -> dict[str, list[Any]]:
+    """Return the lists that the innermost running model of transformers captures outputs in, by their names."""
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(capturing, "_active_collector", None)
+    captured = (collector.get() if collector is not None else None) or {}
+    return {key: value for key, value in captured.items() if isinstance(value, list)}
+
+
+def captures(model: nn.Module, name: str) -> bool:
+    """Return whether a model of transformers within a model captures an output by hooks.
+
+    Args:
+        model: The user's model.
+        name: Name of the output, such as "router_logits".
+    """
+    return any(name in (getattr(one, "_can_record_outputs", None) or {}) for one in model.modules())
 
 
 class CapturedOutputs:

@@ -48,16 +48,6 @@ class AttentionBlock:
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class BlockGradients:
-    """Gradients of a block's tensors; `mask` only if requested."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    mask: torch.Tensor | None = None
-
-
 def block_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: AttentionBlock
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,8 +91,8 @@ def block_gradients(
     block: AttentionBlock,
     *,
     needs_mask: bool = False,
-) -> BlockGradients:
-    """Return a block's contribution to the gradients; see Note [Merging blocks].
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return a block's contributions to the gradients of query, key, value and mask; see Note [Merging blocks].
 
     Args:
         query: Query of `block_attention`.
@@ -112,7 +102,7 @@ def block_gradients(
         lse: Merged lse of all blocks, finite.
         grad: Gradient of the merged output.
         block: Settings of the block in forward.
-        needs_mask: If True, return the gradient of the mask in the shape of the scores.
+        needs_mask: If True, return the gradient of the mask in the shape of the scores, otherwise None.
     """
     num_groups = key.shape[1]
     key, value = _repeat_key_value(key, query.shape[1]), _repeat_key_value(value, query.shape[1])
@@ -129,11 +119,8 @@ def block_gradients(
             attn_mask=_additive_mask(block.mask, query.dtype),
             scale=block.scale,
         )
-        return BlockGradients(
-            _upcast(grads[0]),
-            _sum_groups(_upcast(grads[1]), num_groups),
-            _sum_groups(_upcast(grads[2]), num_groups),
-        )
+        grad_query, grad_key, grad_value = map(_upcast, grads[:3])
+        return grad_query, _sum_groups(grad_key, num_groups), _sum_groups(grad_value, num_groups), None
     grad, value = _upcast(grad), _upcast(value)
     weights = torch.exp(_scores(query, key, block) - lse.unsqueeze(-1))
     dropout_factors = _dropout_factors(weights, block)
@@ -144,12 +131,8 @@ def block_gradients(
     grad_value = (weights if dropout_factors is None else weights * dropout_factors).transpose(-1, -2) @ grad
     grad_query = grad_scores @ _upcast(key) * block.scale
     grad_key = grad_scores.transpose(-1, -2) @ _upcast(query) * block.scale
-    return BlockGradients(
-        grad_query,
-        _sum_groups(grad_key, num_groups),
-        _sum_groups(grad_value, num_groups),
-        grad_scores if needs_mask else None,
-    )
+    grad_mask = grad_scores if needs_mask else None
+    return grad_query, _sum_groups(grad_key, num_groups), _sum_groups(grad_value, num_groups), grad_mask
 
 
 def supports_flash(query: torch.Tensor, value: torch.Tensor, block: AttentionBlock) -> bool:
@@ -340,7 +323,7 @@ class _RingAttention(Function):
         for source in ring.sources():
             for tile in _limit_rows(ring.tiles(source, mask), query, value, needs_scores=needs_mask):
                 queries = tile.queries
-                found = block_gradients(
+                block_query, block_key, block_value, block_mask = block_gradients(
                     query[:, :, queries],
                     key[:, :, tile.keys],
                     value[:, :, tile.keys],
@@ -350,12 +333,12 @@ class _RingAttention(Function):
                     tile.block,
                     needs_mask=needs_mask,
                 )
-                grad_query[:, :, queries] += found.query
-                grad_key[:, :, tile.keys] += found.key
-                grad_value[:, :, tile.keys] += found.value
-                if grad_mask is not None and found.mask is not None:
+                grad_query[:, :, queries] += block_query
+                grad_key[:, :, tile.keys] += block_key
+                grad_value[:, :, tile.keys] += block_value
+                if grad_mask is not None and block_mask is not None:
                     rows = grad_mask[:, :, tile.mask_rows or slice(None), tile.mask_columns or slice(None)]
-                    rows += found.mask.sum_to_size(rows.shape)
+                    rows += block_mask.sum_to_size(rows.shape)
             if source != last:
                 key, value = ring.rotate((key, value), source)
             if ring.sp_group.size > 1:  # gradients rotate with their keys, and one step further to the keys' rank

@@ -12,7 +12,8 @@ sequences that every rank computes, see Note [Short sequences].
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch.autograd import Function
@@ -24,7 +25,6 @@ from booster.plugins.hybrid_parallel.tensor_parallel.mappings import (
     gather_from_sequence_region,
     scatter_to_sequence_region,
 )
-from booster.plugins.hybrid_parallel.tensor_parallel.rng import TensorParallelRNG
 
 from .group import SequenceParallelGroup
 from .zigzag import SequenceSharding
@@ -65,17 +65,6 @@ def gather_tokens(x: torch.Tensor, sp_group: SequenceParallelGroup, dim: int, le
         return x
     full: torch.Tensor = _GatherTokens.apply(x, sp_group, sharding, dim)
     return full
-
-
-def copy_replicated(x: torch.Tensor, sp_group: SequenceParallelGroup) -> torch.Tensor:
-    """Return a tensor that stays replicated inside of the stack, such as encoder states in a decoder.
-
-    Collective: in backward, which all-reduces the partial gradients.
-    """
-    if sp_group.size == 1 or not (x.requires_grad and torch.is_grad_enabled()):
-        return x
-    copy: torch.Tensor = _CopyReplicated.apply(x, sp_group)
-    return copy
 
 
 def _gather(x: torch.Tensor, sp_group: SequenceParallelGroup, sharding: SequenceSharding, dim: int) -> torch.Tensor:
@@ -130,133 +119,92 @@ class _CopyReplicated(Function):
         return total.div_(ctx.sp_group.size).to(grad.dtype), None
 
 
-class SequenceSplitter(Protocol):
-    """Interface between a stack of layers and the sharding of its sequence."""
+class SequenceSplitter(ABC):
+    """Sharding of the sequence of a stack of layers, with the defaults of one that needs nothing but `scatter`.
 
-    @property
-    def attention_group(self) -> SequenceParallelGroup | None:
-        """The group of sequence-parallel attention, or None if attention sees all tokens."""
+    Args:
+        group: The ranks over which the sequence is sharded.
 
-    @property
-    def rng(self) -> TensorParallelRNG:
-        """RNG state of this rank's tokens."""
+    Attributes:
+        attention_group: The group of sequence-parallel attention, or None if attention sees all tokens.
+        rng: RNG state of this rank's tokens.
+    """
 
+    attention_group: SequenceParallelGroup | None = None
+
+    def __init__(self, group: SequenceParallelGroup | TensorParallelGroup) -> None:
+        self.rng = group.rng
+        self._process_group = group.group
+
+    @abstractmethod
     def scatter(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this rank's tokens. Collective: in backward."""
 
+    @abstractmethod
     def gather(self, x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
         """Gather the full sequence. Collective: yes."""
 
     def token_dim(self, name: str, tensor: torch.Tensor, length: int) -> int | None:
         """Return the dimension along which a layer's argument is sharded, or None. Collective: no."""
+        return None
 
     def replicate(self, x: torch.Tensor) -> torch.Tensor:
-        """Return an unsharded tensor for computation on shards. Collective: in backward."""
+        """Return a tensor that stays unsharded for computation on shards, such as encoder states in a decoder.
 
-    def begin_layer(self, length: int | None) -> None:
-        """Set the full sequence length before each layer. Collective: no."""
+        Collective: in backward, which all-reduces the partial gradients.
+        """
+        return x
 
-    def end(self) -> None:
-        """Reset at the end of the stack. Collective: no."""
+    def set_length(self, length: int | None) -> None:  # noqa: B027 (attention gets the length from its context)
+        """Set the full sequence length before each layer, None at the end of the stack. Collective: no."""
 
     def find_length(self, local_length: int) -> int:
         """Return the full sequence length from each rank's number of tokens. Collective: yes."""
+        return int(all_reduce_numbers([local_length], self._process_group)[0])
 
 
-class SequenceAxisSplitter:
-    """Sharding over ranks with the same weights; attention in the stack communicates.
-
-    Args:
-        sp_group: The sequence-parallel group.
-    """
+class SequenceAxisSplitter(SequenceSplitter):
+    """Sharding over ranks with the same weights; attention in the stack communicates, and gets the length itself."""
 
     def __init__(self, sp_group: SequenceParallelGroup) -> None:
-        self.sp_group = sp_group
-
-    @property
-    def attention_group(self) -> SequenceParallelGroup | None:
-        """The group of sequence-parallel attention."""
-        return self.sp_group
-
-    @property
-    def rng(self) -> TensorParallelRNG:
-        """RNG state of this rank's tokens."""
-        return self.sp_group.rng
+        super().__init__(sp_group)
+        self.attention_group = self._sp_group = sp_group
 
     def scatter(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return this rank's tokens; see `scatter_tokens`."""
-        return scatter_tokens(x, self.sp_group, dim)
+        return scatter_tokens(x, self._sp_group, dim)
 
     def gather(self, x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-        """Gather the full sequence; see `gather_tokens`."""
-        return gather_tokens(x, self.sp_group, dim, length)
+        return gather_tokens(x, self._sp_group, dim, length)
 
     def token_dim(self, name: str, tensor: torch.Tensor, length: int) -> int | None:
-        """Return the dimension along which a layer's argument is sharded, or None."""
         return token_dim(name, tensor, length)
 
     def replicate(self, x: torch.Tensor) -> torch.Tensor:
-        """Return an unsharded tensor; see `copy_replicated`."""
-        return copy_replicated(x, self.sp_group)
-
-    def begin_layer(self, length: int | None) -> None:
-        """No-op: attention gets the length from its context."""
-
-    def end(self) -> None:
-        """No-op."""
-
-    def find_length(self, local_length: int) -> int:
-        """Return the full sequence length. Collective: yes."""
-        return int(all_reduce_numbers([local_length], self.sp_group.group)[0])
+        if self._sp_group.size == 1 or not (x.requires_grad and torch.is_grad_enabled()):
+            return x
+        copy: torch.Tensor = _CopyReplicated.apply(x, self._sp_group)
+        return copy
 
 
-class TensorAxisSplitter:
+class TensorAxisSplitter(SequenceSplitter):
     """Sharding over the tensor-parallel ranks, whose regions gather the tokens again (arXiv:2205.05198).
 
-    Args:
-        tp_group: The tensor-parallel group.
+    Other arguments than the hidden states are used inside of regions, where the sequence is unsharded and inputs are
+    copied.
     """
 
     def __init__(self, tp_group: TensorParallelGroup) -> None:
-        self.tp_group = tp_group
-
-    @property
-    def attention_group(self) -> SequenceParallelGroup | None:
-        """None, as regions gather the tokens and attention sees all."""
-        return None
-
-    @property
-    def rng(self) -> TensorParallelRNG:
-        """RNG state of this rank's tokens."""
-        return self.tp_group.rng
+        super().__init__(tp_group)
+        self._tp_group = tp_group
 
     def scatter(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return this rank's tokens; the gradient is replicated."""
-        return scatter_to_sequence_region(x, self.tp_group, dim)
+        return scatter_to_sequence_region(x, self._tp_group, dim)
 
     def gather(self, x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-        """Gather the full sequence."""
-        return gather_from_sequence_region(x, self.tp_group, dim, length)
+        return gather_from_sequence_region(x, self._tp_group, dim, length)
 
-    def token_dim(self, name: str, tensor: torch.Tensor, length: int) -> int | None:
-        """Return None, as other arguments are used inside of regions, where the sequence is unsharded."""
-        return None
-
-    def replicate(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the tensor, as regions copy their inputs."""
-        return x
-
-    def begin_layer(self, length: int | None) -> None:
-        """Set the sequence length that the regions gather."""
-        self.tp_group.sequence_length = length
-
-    def end(self) -> None:
-        """Reset the sequence length."""
-        self.tp_group.sequence_length = None
-
-    def find_length(self, local_length: int) -> int:
-        """Return the full sequence length. Collective: yes."""
-        return int(all_reduce_numbers([local_length], self.tp_group.group)[0])
+    def set_length(self, length: int | None) -> None:
+        self._tp_group.sequence_length = length
 
 
 # Besides hidden states, layers take rotary tables (.., tokens, features), position ids (batch, tokens) and the like,

@@ -1,16 +1,22 @@
-"""Matmuls whose weight gradients can be deferred to after the backward.
+"""Deferred weight gradients: the W step of zero-bubble schedules.
 
-The gradient of a linear layer's weight is the matmul of the layer's input and the gradient of its output. Nothing else
-in the backward depends on it, so the backward can put both matrices into a queue. It decides when it reaches the layer:
-the graph is the same in both cases. With create_graph=True the gradient is computed immediately by differentiable
-operations.
+Note [Deferred weight gradients]
+A stage's backward computes the gradient of its input, which the previous stage needs at once, and those of its weights,
+which are needed only by the optimizer's step. Zero-bubble schedules (Qi et al., "Zero Bubble Pipeline Parallelism",
+arXiv:2401.10241) compute the latter where a stage would be idle. So linear layers, which have nearly all weights, put
+their input and the gradient of their output into a queue. The backward decides that when it reaches the layer: the
+graph is the same in both cases. The gradient computed later passes through autograd to the parameter, with the same
+reductions, hooks and accumulation as in the backward. With create_graph=True it is computed immediately by
+differentiable operations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,15 +25,174 @@ _Pair = tuple[torch.Tensor, torch.Tensor]
 _PLAIN = (torch.Tensor, nn.Parameter)  # other subclasses may override the matmul
 
 
-class WGradQueue(Protocol):
-    """Queue of the operands of deferred weight gradients. Backward may call it from any thread."""
+class DeferredWeightGrads:
+    """Queue of the deferred weight gradients of one stage; see Note [Deferred weight gradients].
+
+    A deep copy of a prepared layer keeps using the same queue.
+    """
+
+    def __init__(self) -> None:
+        self._pending: dict[Hashable, dict[int, _PendingGrad]] = {}
+        # Not thread-local, as backward may run in autograd's threads.
+        self._current: dict[int, _PendingGrad] | None = None
+        self._disabled_hooks: dict[int, _DisabledHooks] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DeferredWeightGrads:
+        return self
+
+    @contextmanager
+    def deferring(self, key: Hashable) -> Iterator[None]:
+        """Context in which backward defers weight gradients under a key.
+
+        Several backwards may use one key. Other gradients are computed at once: those of biases, of weights that other
+        modules than linear layers use, or with `create_graph=True`.
+        """
+        if self._current is not None:
+            raise RuntimeError("weight gradients are already being deferred by another backward")
+        self._current = self._pending.setdefault(key, {})
+        try:
+            yield
+        finally:
+            self._current = None
+            for hooks in self._disabled_hooks.values():
+                hooks.restore()
+            self._disabled_hooks.clear()
+            if not self._pending[key]:
+                del self._pending[key]
+
+    def compute(self, key: Hashable) -> None:
+        """Compute the gradients deferred under a key, if any, and accumulate them as backward would have.
+
+        Collective if hooks of the parameters are.
+        """
+        pending = list(self._pending.pop(key, {}).values())
+        if not pending:
+            return
+        with torch.enable_grad():
+            # Autograd processes the last created node first; each gradient is accumulated before the next is computed.
+            roots: list[torch.Tensor] = [
+                _DeferredGrad.apply(one.weight, one)  # type: ignore[no-untyped-call]
+                for one in reversed(pending)
+            ]
+        torch.autograd.backward(roots, [root.detach() for root in roots])
+
+    def discard(self) -> None:
+        """Drop all deferred gradients, after an error."""
+        self._pending.clear()
 
     @property
     def is_deferring(self) -> bool:
-        """Whether the running backward defers weight gradients."""
+        """Whether the current backward defers gradients."""
+        return self._current is not None
 
     def put(self, weight: torch.Tensor, pairs: Sequence[_Pair]) -> None:
-        """Enqueue pairs of matrices; the sum of `left.t() @ right` is later added to the gradient of `weight`."""
+        """Save the factors of a weight's gradient in the current backward.
+
+        Args:
+            weight: Leaf tensor.
+            pairs: Matrices whose sum of `left.t() @ right` is the gradient, or the first rows and columns of it.
+        """
+        if self._current is None:
+            raise AssertionError("a gradient was deferred outside of deferring()")
+        if id(weight) not in self._disabled_hooks:
+            self._disabled_hooks[id(weight)] = _DisabledHooks(weight)
+        self._current.setdefault(id(weight), _PendingGrad(weight)).keep(pairs)
+
+
+class _PendingGrad:
+    """Factors of one weight's gradient; nothing else of the graph is kept alive."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+        self._pairs: list[_Pair] = []
+        self._versions: list[tuple[int, int]] = []
+
+    def keep(self, pairs: Sequence[_Pair]) -> None:
+        for left, right in pairs:
+            self._pairs.append((left.detach(), right.detach()))
+            self._versions.append((left._version, right._version))
+
+    def accumulate_or_compute(self) -> torch.Tensor | None:
+        """Accumulate into `.grad` in one pass, and free the factors.
+
+        Returns:
+            None, or the gradient if there is no plain `.grad`, or tensor hooks need it.
+        """
+        gradient = self.weight.grad
+        is_plain = gradient is not None and gradient.layout == torch.strided and gradient.dtype == self.weight.dtype
+        if gradient is None or not is_plain or self.weight._backward_hooks:
+            return sum_of_matmuls(self._pop_pairs(), self.weight.shape)
+        add_matmuls(gradient, self._pop_pairs())
+        return None
+
+    def _pop_pairs(self) -> list[_Pair]:
+        pairs, self._pairs = self._pairs, []
+        if self._versions != [(left._version, right._version) for left, right in pairs]:
+            raise RuntimeError(
+                f"the input of a linear layer with a weight of shape {tuple(self.weight.shape)}, or the gradient of its"
+                " output, was changed in place before the weight's gradient was computed, which a schedule that defers"
+                " weight gradients does after the backward: change a copy of it"
+            )
+        return pairs
+
+
+class _DeferredGrad(torch.autograd.Function):
+    """Empty output of a weight, whose backward computes the deferred gradient and passes it to the weight.
+
+    If the weight has a gradient already, the new one is accumulated directly; post-accumulate hooks are called as well.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, pending: _PendingGrad) -> torch.Tensor:
+        ctx.pending = pending
+        return weight.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        return ctx.pending.accumulate_or_compute(), None
+
+
+class _DisabledHooks:
+    """Replaces a weight's hooks until `restore`, so that they are called only for actual gradients.
+
+    A backward that defers a gradient still reaches the weight, with None. Autograd then calls the weight's tensor hooks
+    with None, and its post-accumulate hooks although nothing was accumulated. A reducer would take that for a gradient.
+    Gradients may still arrive from other uses of the weight, such as an embedding.
+    """
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._has_arrived = False
+        self._handle: torch.utils.hooks.RemovableHandle | None = None
+        tensor_hooks: dict[int, Any] = weight._backward_hooks or {}
+        followers: dict[int, Any] = weight._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
+        self._changes: list[tuple[dict[int, Any], int, Any, Any]] = [
+            (hooks, number, hook, functools.partial(filtered_call, hook))
+            for hooks, filtered_call in ((tensor_hooks, _unless_none), (followers, self._call_if_arrived))
+            for number, hook in hooks.items()
+        ]
+        for hooks, number, _, ours in self._changes:
+            hooks[number] = ours
+        if followers:
+            self._handle = weight.register_hook(self._on_gradient)
+
+    def restore(self) -> None:
+        """Restore the hooks that were not removed in the meantime."""
+        for hooks, number, before, ours in self._changes:
+            if hooks.get(number) is ours:
+                hooks[number] = before
+        if self._handle is not None:
+            self._handle.remove()
+
+    def _on_gradient(self, gradient: torch.Tensor | None) -> None:
+        self._has_arrived = gradient is not None
+
+    def _call_if_arrived(self, hook: Callable[[torch.Tensor], None], weight: torch.Tensor) -> None:
+        if self._has_arrived:
+            hook(weight)
+
+
+def _unless_none(hook: Callable[[torch.Tensor], Any], gradient: torch.Tensor | None) -> Any:
+    return None if gradient is None else hook(gradient)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +205,7 @@ class DeferredWGrad:
     """
 
     weight: torch.Tensor
-    queue: WGradQueue
+    queue: DeferredWeightGrads
 
     @property
     def should_defer(self) -> bool:
@@ -55,18 +220,13 @@ class DeferredWGrad:
             return False
 
     def put(self, *pairs: _Pair) -> None:
-        """Enqueue pairs of matrices; see `WGradQueue.put`."""
+        """Enqueue pairs of matrices; see `DeferredWeightGrads.put`."""
         self.queue.put(self.weight, pairs)
-
-
-def set_wgrad_queue(layer: nn.Module, queue: WGradQueue) -> None:
-    """Attach the queue that `deferred_wgrad` returns for a layer."""
-    layer._gradient_keeper = queue  # type: ignore[assignment]
 
 
 def deferred_wgrad(layer: nn.Module) -> DeferredWGrad | None:
     """Return the deferrable gradient of a layer's weight, or None if the layer has no queue or needs no gradient."""
-    queue: Any = getattr(layer, "_gradient_keeper", None)
+    queue: Any = getattr(layer, "_wgrad_queue", None)
     weight: Any = layer.weight if queue is not None else None
     if type(weight) not in _PLAIN or not weight.is_leaf or not weight.requires_grad or not torch.is_grad_enabled():
         return None

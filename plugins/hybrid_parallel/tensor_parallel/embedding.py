@@ -18,48 +18,36 @@ from booster.errors import ConfigError
 
 from .dynamic_class import mixin_forward
 from .group import TensorParallelGroup
-from .linear import check_linear, is_plain_linear, matmul
+from .linear import is_plain_linear, matmul
 from .mappings import gather_from_tp_region, reduce_from_tp_region, shared_copy_to_tp_region
-from .shard_spec import vocabulary_rows
+from .shard_spec import vocabulary_sizes
 from .traced_mappings import traceable_reduce_from_tp_region, traced_gather_from_tp_region
 from .vocab_parallel_logits import VocabParallelLogits
 
 
 @dataclass(frozen=True, slots=True)
-class VocabShard:
-    """Vocabulary shard of a rank.
+class EmbeddingShard:
+    """Shard of a vocabulary, or of the features of its entries, on a rank.
 
     Attributes:
         tp_group: The tensor-parallel group.
-        start: First entry of this rank.
-        stop: End of this rank's entries, exclusive.
-        vocab_size: Size of the vocabulary.
-        multiple: Multiple to which the vocabulary is padded.
-        gathers_output: If True, a head returns the logits of all entries as a plain tensor.
+        sizes: Number of entries, or of features, of each rank.
+        gathers_output: If True, an embedding returns all features, and a head all logits as a plain tensor.
     """
 
     tp_group: TensorParallelGroup
-    start: int
-    stop: int
-    vocab_size: int
-    multiple: int
+    sizes: tuple[int, ...]
     gathers_output: bool = False
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """Number of entries of each rank."""
-        size = self.tp_group.size
-        rows = [vocabulary_rows(self.vocab_size, self.multiple, size, rank) for rank in range(size)]
-        return tuple(stop - start for start, stop, _ in rows)
+    def start(self) -> int:
+        """First entry of this rank."""
+        return sum(self.sizes[: self.tp_group.rank])
 
-
-@dataclass(frozen=True, slots=True)
-class FeatureShard:
-    """Settings of an embedding sharded over its features."""
-
-    tp_group: TensorParallelGroup
-    sizes: tuple[int, ...]
-    gathers_output: bool
+    @property
+    def stop(self) -> int:
+        """End of this rank's entries, exclusive."""
+        return sum(self.sizes[: self.tp_group.rank + 1])
 
 
 def make_vocab_parallel_embedding(
@@ -74,21 +62,21 @@ def make_vocab_parallel_embedding(
         multiple: Multiple to which the vocabulary is padded.
 
     Raises:
-        ConfigError: The module is not an embedding, or uses max_norm or scale_grad_by_freq.
+        ConfigError: The module uses max_norm or scale_grad_by_freq.
 
     Collective: no; the module's forward is.
     """
-    embedding = _check_embedding(module, "vocab")
-    if embedding.max_norm is not None or embedding.scale_grad_by_freq:
+    assert isinstance(module, nn.Embedding)
+    if module.max_norm is not None or module.scale_grad_by_freq:
         raise ConfigError(
             "an embedding with max_norm or scale_grad_by_freq depends on the rows that are looked up, which differ"
             " between tensor-parallel ranks: leave it out of the plan, so that it stays unsharded"
         )
-    split = _vocab_shard(tp_group, vocab_size, multiple)
-    padding, embedding.num_embeddings = embedding.padding_idx, embedding.weight.shape[0]
+    split = EmbeddingShard(tp_group, vocabulary_sizes(vocab_size, multiple, tp_group.size))
+    padding, module.num_embeddings = module.padding_idx, module.weight.shape[0]
     is_local = padding is not None and split.start <= padding < split.stop
-    embedding.padding_idx = padding - split.start if padding is not None and is_local else None
-    mixin_forward(embedding, VocabParallel, split)
+    module.padding_idx = padding - split.start if padding is not None and is_local else None
+    mixin_forward(module, VocabParallel, split)
 
 
 def make_feature_parallel_embedding(
@@ -103,18 +91,18 @@ def make_feature_parallel_embedding(
         gathers_output: If True, the module returns the features of all ranks.
 
     Raises:
-        ConfigError: The module is not an embedding, or uses max_norm.
+        ConfigError: The module uses max_norm.
 
     Collective: no; with `gathers_output` the module's forward is.
     """
-    embedding = _check_embedding(module, "embedding_colwise")
-    if embedding.max_norm is not None:
+    assert isinstance(module, nn.Embedding)
+    if module.max_norm is not None:
         raise ConfigError(
             "an embedding with max_norm needs full rows to compute their norms: leave it out of the plan, or shard its"
             ' vocabulary with the style "vocab"'
         )
-    embedding.embedding_dim = sizes[tp_group.rank]
-    mixin_forward(embedding, FeatureParallel, FeatureShard(tp_group, tuple(sizes), gathers_output))
+    module.embedding_dim = sizes[tp_group.rank]
+    mixin_forward(module, FeatureParallel, EmbeddingShard(tp_group, tuple(sizes), gathers_output))
 
 
 def make_vocab_parallel_head(
@@ -129,27 +117,24 @@ def make_vocab_parallel_head(
         multiple: Multiple to which the vocabulary is padded.
         gathers_output: If True, the module returns all logits as a plain tensor, otherwise `VocabParallelLogits`.
 
-    Raises:
-        ConfigError: The module is not a linear layer.
-
     Collective: no; the module's backward is, and with `gathers_output` its forward.
     """
-    check_linear(module, "vocab_head")
-    mixin_forward(module, VocabParallelHead, _vocab_shard(tp_group, vocab_size, multiple, gathers_output))
+    sizes = vocabulary_sizes(vocab_size, multiple, tp_group.size)
+    mixin_forward(module, VocabParallelHead, EmbeddingShard(tp_group, sizes, gathers_output))
 
 
 class VocabParallel(nn.Module):
     """Mixin of an embedding sharded over its rows."""
 
-    _split: VocabShard
+    _split: EmbeddingShard
 
     def forward(self, entries: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the embeddings of entries of any shape, with the features in a new last dimension."""
-        split = self._split
+        split, vocab_size = self._split, sum(self._split.sizes)
         if entries.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(entries, FakeTensor):
-            outside = entries[(entries < 0) | (entries >= split.vocab_size)]
+            outside = entries[(entries < 0) | (entries >= vocab_size)]
             if outside.numel() > 0:  # as one process: a tokenizer of another vocabulary would go unnoticed
-                raise IndexError(f"index {int(outside[0])} is out of range of {split.vocab_size} embeddings")
+                raise IndexError(f"index {int(outside[0])} is out of range of {vocab_size} embeddings")
         is_remote = (entries < split.start) | (entries >= split.stop)
         local = (entries - split.start).masked_fill(is_remote, 0)
         found: torch.Tensor = super().forward(local, *args, **kwargs)
@@ -164,7 +149,7 @@ class VocabParallel(nn.Module):
 class FeatureParallel(nn.Module):
     """Mixin of an embedding sharded over its features."""
 
-    _split: FeatureShard
+    _split: EmbeddingShard
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return this rank's features of the entries, or those of all ranks."""
@@ -182,13 +167,13 @@ class FeatureParallel(nn.Module):
 class VocabParallelHead(nn.Module):
     """Mixin of a linear layer sharded over the vocabulary."""
 
-    _split: VocabShard
+    _split: EmbeddingShard
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the logits without those of padding rows."""
         split = self._split
         x = shared_copy_to_tp_region(x, split.tp_group)
-        num_rows = split.stop - split.start
+        num_rows = split.sizes[split.tp_group.rank]
         if is_plain_linear(self):
             bias: torch.Tensor | None = self.bias  # type: ignore[assignment]
             local = matmul(self, x, None if bias is None else bias[:num_rows], num_outputs=num_rows)
@@ -197,19 +182,3 @@ class VocabParallelHead(nn.Module):
         if split.gathers_output:
             return gather_from_tp_region(local, split.tp_group, split.sizes)
         return VocabParallelLogits.of(local, split.tp_group, split.sizes) if split.tp_group.size > 1 else local
-
-
-def _vocab_shard(
-    tp_group: TensorParallelGroup, vocab_size: int, multiple: int, gathers_output: bool = False
-) -> VocabShard:
-    start, stop, _ = vocabulary_rows(vocab_size, multiple, tp_group.size, tp_group.rank)
-    return VocabShard(tp_group, start, stop, vocab_size, multiple, gathers_output)
-
-
-def _check_embedding(module: nn.Module, style: str) -> nn.Embedding:
-    if not isinstance(module, nn.Embedding):
-        raise ConfigError(
-            f"the plan gives the style {style!r} to a {type(module).__name__}, which is not an nn.Embedding: leave it"
-            " out of the plan"
-        )
-    return module

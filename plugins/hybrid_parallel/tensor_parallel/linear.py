@@ -11,6 +11,8 @@ and one in backward.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,11 +20,17 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from booster.errors import ConfigError
+from booster.core.layer_stacks import subclass_of
 
 from .async_grad_reduce import AsyncGradInput
 from .collective_matmul import is_chunked, matmul_reduce_scatter, traced_matmul_reduce_scatter
-from .deferred_wgrad import deferrable_matmul, deferred_wgrad, needs_cast, weight_matrix
+from .deferred_wgrad import (
+    DeferredWeightGrads,
+    deferrable_matmul,
+    deferred_wgrad,
+    needs_cast,
+    weight_matrix,
+)
 from .dynamic_class import mixin_forward
 from .group import TensorParallelGroup
 from .mappings import (
@@ -50,8 +58,8 @@ class ColumnParallelConfig:
         tp_group: The tensor-parallel group.
         sizes: Number of output features of each rank.
         gathers_output: If True, the layer returns the features of all ranks.
-        is_input_gathered: If True, the input comes from `all_gather_sequence` or `copy_to_tp_region` already.
-        siblings: All layers that read the same input.
+        is_input_gathered: If True, the input comes from `all_gather_shards` or `copy_to_tp_region` already.
+        siblings: All layers that read the same input, including this one.
     """
 
     tp_group: TensorParallelGroup
@@ -161,18 +169,10 @@ def make_column_parallel(
 
     Args:
         module: An `nn.Linear` or a subclass, or transformers' `Conv1D`, with this rank's shards as parameters.
-        tp_group: The tensor-parallel group.
-        sizes: Number of output features of each rank.
-        gathers_output: If True, the layer returns the features of all ranks.
-        is_input_gathered: If True, the input comes from `all_gather_sequence` or `copy_to_tp_region` already.
-        siblings: All layers that read the same input, including this one.
-
-    Raises:
-        ConfigError: The module is not a linear layer.
+        tp_group, sizes, gathers_output, is_input_gathered, siblings: See `ColumnParallelConfig`.
 
     Collective: no; the layer's forward and backward are.
     """
-    check_linear(module, "colwise")
     config = ColumnParallelConfig(tp_group, tuple(sizes), gathers_output, is_input_gathered, tuple(siblings))
     setattr(module, "nf" if is_transposed(module) else "out_features", sizes[tp_group.rank])
     mixin_forward(module, ColumnParallel, config)
@@ -193,20 +193,13 @@ def make_row_parallel(
     Args:
         module: An `nn.Linear` or a subclass, or transformers' `Conv1D`, with this rank's shard as weight and a
             replicated bias.
-        tp_group: The tensor-parallel group.
-        sizes: Number of input features of each rank.
-        splits_input: If True, the input is replicated with the features of all ranks.
-        reduces: If True, the output is reduced over the ranks, otherwise partial.
+        tp_group, sizes, splits_input, reduces: See `RowParallelConfig`.
         scatters_sequence: If True, reduce-scatter the output over the tokens; optional, defaults to whether `tp_group`
             shards the sequence.
         sequence_dim: Dimension of the tokens; 2-d inputs have tokens along the first.
 
-    Raises:
-        ConfigError: The module is not a linear layer.
-
     Collective: no; the layer's forward and backward are.
     """
-    check_linear(module, "rowwise")
     scatters = tp_group.shards_sequence if scatters_sequence is None else scatters_sequence
     is_plain = has_plain_forward(type(module))
     config = RowParallelConfig(tp_group, tuple(sizes), splits_input, reduces, scatters, sequence_dim, is_plain)
@@ -350,19 +343,6 @@ def is_plain_linear(module: nn.Module) -> bool:
     return has_plain_forward(type(module).__mro__[2])  # the class before `mixin_forward`
 
 
-def check_linear(module: nn.Module, style: str) -> None:
-    """Check that a module is a linear layer.
-
-    Raises:
-        ConfigError: It is not; the message contains the style.
-    """
-    if not is_linear(module):
-        raise ConfigError(
-            f"the plan gives the style {style!r} to a {type(module).__name__}, which is not a linear layer: leave it"
-            " out of the plan, or give the style to the nn.Linear or Conv1D inside of it"
-        )
-
-
 def has_plain_forward(layer_class: type[nn.Module]) -> bool:
     """Whether the forward of a class is that of a linear layer."""
     return layer_class is nn.Linear or _is_conv1d(layer_class)
@@ -370,3 +350,38 @@ def has_plain_forward(layer_class: type[nn.Module]) -> bool:
 
 def _is_conv1d(layer_class: type) -> bool:
     return layer_class.__name__ == "Conv1D" and layer_class.__module__ == "transformers.pytorch_utils"
+
+
+def defer_weight_gradients(model: nn.Module, gradients: DeferredWeightGrads) -> None:
+    """Prepare a model's linear layers to defer the gradients of their weights, in place.
+
+    Applies to `nn.Linear`, transformers' `Conv1D`, and their subclasses without an overridden forward, tensor parallel
+    or not. Names of modules and parameters, `isinstance` and `copy.deepcopy` keep working. Call it after layers were
+    sharded for tensor parallelism. Not collective.
+
+    Args:
+        model: Model whose layers are all prepared, replacing earlier queues.
+        gradients: Queue of the stage that runs the model.
+    """
+    for module in model.modules():
+        is_sharded = "_split" in vars(module)  # these layers defer already
+        if not is_linear(module) or ("forward" in vars(module) and not is_sharded):
+            continue
+        owner = next(base for base in type(module).__mro__ if "forward" in vars(base))
+        if "_wgrad_queue" not in vars(module) and has_plain_forward(owner):
+            module.__class__ = subclass_of(type(module), "deferring", _deferring_members)
+        module._wgrad_queue = gradients  # type: ignore[assignment]
+
+
+def _deferring_members(base: type[nn.Module]) -> dict[str, Any]:
+    """Return the members of a linear layer that can defer weight gradients."""
+    plain = base.forward
+    (_, input_name) = inspect.signature(plain).parameters
+
+    @functools.wraps(plain)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        x = (args or (kwargs.get(input_name),))[0] if len(args) + len(kwargs) == 1 else None
+        y = None if x is None else deferrable_matmul(self, x, self.bias, is_transposed=is_transposed(self))  # type: ignore[arg-type]
+        return plain(self, *args, **kwargs) if y is None else y  # type: ignore[no-any-return]
+
+    return {"forward": forward}

@@ -30,7 +30,7 @@ def copy_to_tp_region(x: torch.Tensor, tp_group: TensorParallelGroup) -> torch.T
 
 
 def shared_copy_to_tp_region(x: torch.Tensor, tp_group: TensorParallelGroup) -> torch.Tensor:
-    """Return `copy_to_tp_region(x)`, one copy for all layers that read `x`; see `TensorParallelGroup.shared`."""
+    """Return `copy_to_tp_region(x)`, one copy for all layers that read `x`; see `TensorParallelGroup.shared_input`."""
     if tp_group.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
         return x
     return tp_group.shared_input(x, torch.Tensor, lambda one: copy_to_tp_region(one, tp_group))
@@ -65,7 +65,7 @@ def gather_from_tp_region(
     """
     if tp_group.size == 1:
         return x
-    return _Gather.apply(x, tp_group, dim, tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
+    return _Mapping.apply(x, all_gather_uneven, _scatter, tp_group, dim, tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
 
 
 def scatter_to_tp_region(
@@ -77,49 +77,13 @@ def scatter_to_tp_region(
     """
     if tp_group.size == 1:
         return x
-    return _Scatter.apply(x, tp_group, dim, tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
+    return _Mapping.apply(x, _shard, _gather, tp_group, dim, tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
 
 
 def local_sequence_length(length: int, size: int, rank: int) -> int:
     """Return a rank's number of tokens of a sequence; the first ranks get one more if the length is not divisible."""
     base, rest = divmod(length, size)
     return base + (rank < rest)
-
-
-def all_gather_sequence(
-    x: torch.Tensor, tp_group: TensorParallelGroup, dim: int = 1, length: int | None = None
-) -> torch.Tensor:
-    """All-gather the tokens of a sequence for computation on shards. Backward: `reduce_scatter_sequence`.
-
-    Args:
-        x: Tokens of this rank.
-        tp_group: The tensor-parallel group.
-        dim: Dimension of the tokens. It may contain this rank's tokens of several sequences; the result is then
-            concatenated rank by rank, as `reduce_scatter_sequence` expects.
-        length: Tokens of the full sequence; optional, defaults to `tp_group.sequence_length`.
-
-    Collective: in forward and backward.
-    """
-    sizes = sizes_from_local(x.shape[dim], tp_group, length)
-    return x if tp_group.size == 1 else all_gather_shards(x, tp_group, dim, sizes)
-
-
-def reduce_scatter_sequence(
-    x: torch.Tensor, tp_group: TensorParallelGroup, dim: int = 1, length: int | None = None
-) -> torch.Tensor:
-    """Reduce-scatter a tensor over its tokens. Backward: `all_gather_sequence`.
-
-    Args:
-        x: Partial tensor of the same shape on all ranks.
-        tp_group: The tensor-parallel group.
-        dim: Dimension of the tokens.
-        length: Tokens of the full sequence if the dimension contains several sequences in the order of
-            `all_gather_sequence`; optional, defaults to the dimension's size.
-
-    Collective: in forward and backward.
-    """
-    sizes = sizes_from_full(x.shape[dim], tp_group, length)
-    return x if tp_group.size == 1 else reduce_scatter_shards(x, tp_group, dim, sizes)
 
 
 def scatter_to_sequence_region(x: torch.Tensor, tp_group: TensorParallelGroup, dim: int = 1) -> torch.Tensor:
@@ -144,15 +108,28 @@ def gather_from_sequence_region(
 
 
 def all_gather_shards(x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, sizes: Sequence[int]) -> torch.Tensor:
-    """Return `all_gather_sequence` for given shard sizes. Collective: in forward and backward."""
-    return _AllGather.apply(x, tp_group, dim, tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
+    """All-gather the tokens of a sequence for computation on shards. Backward: `reduce_scatter_shards`.
+
+    Args:
+        x: Tokens of this rank.
+        tp_group: The tensor-parallel group.
+        dim: Dimension of the tokens. It may contain this rank's tokens of several sequences; the result is then
+            concatenated rank by rank, as `reduce_scatter_shards` expects.
+        sizes: Number of tokens of each rank.
+
+    Collective: in forward and backward.
+    """
+    return _Mapping.apply(x, all_gather_uneven, reduce_scatter_shards, tp_group, dim, tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
 
 
 def reduce_scatter_shards(
     x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, sizes: Sequence[int]
 ) -> torch.Tensor:
-    """Return `reduce_scatter_sequence` for given shard sizes. Collective: in forward and backward."""
-    return _ReduceScatter.apply(x, tp_group, dim, tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
+    """Reduce-scatter a partial tensor over its tokens. Backward: `all_gather_shards`, with the same arguments.
+
+    Collective: in forward and backward.
+    """
+    return _Mapping.apply(x, reduce_scatter_uneven, all_gather_shards, tp_group, dim, tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
 
 
 def sizes_from_local(local_size: int, tp_group: TensorParallelGroup, length: int | None) -> list[int]:
@@ -205,59 +182,39 @@ class _AllReduce(torch.autograd.Function):
         return copy_to_tp_region(grad, ctx.tp_group), None, None
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, sizes: Sequence[int]
-    ) -> torch.Tensor:
-        ctx.tp_group, ctx.dim, ctx.sizes = tp_group, dim, sizes
-        return all_gather_uneven(x, tp_group, dim, sizes)
+class _Mapping(torch.autograd.Function):
+    """A mapping of shards along a dimension, whose backward is another one with the same arguments."""
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return scatter_to_tp_region(grad, ctx.tp_group, ctx.sizes, ctx.dim), None, None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, sizes: Sequence[int]
-    ) -> torch.Tensor:
-        ctx.tp_group, ctx.dim, ctx.sizes = tp_group, dim, sizes
-        shard = x.narrow(dim, sum(sizes[: tp_group.rank]), sizes[tp_group.rank])
-        return shard.clone(memory_format=torch.contiguous_format)  # callers may modify it in place
+    def forward(ctx: Any, x: torch.Tensor, run: Any, backward: Any, *how: Any) -> torch.Tensor:
+        ctx.run_backward, ctx.how = backward, how
+        return run(x, *how)  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return gather_from_tp_region(grad, ctx.tp_group, ctx.sizes, ctx.dim), None, None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return ctx.run_backward(grad, *ctx.how), *[None] * (2 + len(ctx.how))
 
 
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, sizes: Sequence[int]
-    ) -> torch.Tensor:
-        ctx.tp_group, ctx.dim, ctx.sizes = tp_group, dim, sizes
-        return all_gather_uneven(x, tp_group, dim, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return reduce_scatter_shards(grad, ctx.tp_group, ctx.dim, ctx.sizes), None, None, None
+def _gather(x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+    return gather_from_tp_region(x, tp_group, sizes, dim)
 
 
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, sizes: Sequence[int]
-    ) -> torch.Tensor:
-        ctx.tp_group, ctx.dim, ctx.sizes = tp_group, dim, sizes
-        shard, wait = start_reduce_scatter_uneven(x, tp_group, dim, sizes)
-        wait()
-        return shard
+def _scatter(x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+    return scatter_to_tp_region(x, tp_group, sizes, dim)
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return all_gather_shards(grad, ctx.tp_group, ctx.dim, ctx.sizes), None, None, None
+
+def _shard(x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+    shard = x.narrow(dim, sum(sizes[: tp_group.rank]), sizes[tp_group.rank])
+    return shard.clone(memory_format=torch.contiguous_format)  # callers may modify it in place
+
+
+def reduce_scatter_uneven(
+    x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, sizes: Sequence[int]
+) -> torch.Tensor:
+    """Return the result of `start_reduce_scatter_uneven`; not differentiable. Collective: yes."""
+    shard, wait = start_reduce_scatter_uneven(x, tp_group, dim, sizes)
+    wait()
+    return shard
 
 
 def all_gather_uneven(x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, sizes: Sequence[int]) -> torch.Tensor:

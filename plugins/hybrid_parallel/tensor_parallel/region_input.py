@@ -100,13 +100,7 @@ class GatheredRegionInput:
 
 @dataclass(frozen=True, slots=True)
 class _GatherGeometry:
-    """Geometry of an all-gather.
-
-    Attributes:
-        tp_group: The tensor-parallel group.
-        dim: Dimension of the tokens.
-        sizes: Number of tokens of each rank.
-    """
+    """Dimension of the tokens of an all-gather, and the number of tokens of each rank."""
 
     tp_group: TensorParallelGroup
     dim: int

@@ -141,6 +141,12 @@ def vocabulary_rows(size: int, multiple: int, num_ranks: int, rank: int) -> tupl
     return start, min(start + padded_rows, size), padded_rows
 
 
+def vocabulary_sizes(size: int, multiple: int, num_ranks: int) -> tuple[int, ...]:
+    """Return each rank's number of entries of the vocabulary, without padding; see `vocabulary_rows`."""
+    rows = [vocabulary_rows(size, multiple, num_ranks, rank) for rank in range(num_ranks)]
+    return tuple(stop - start for start, stop, _ in rows)
+
+
 def vocabulary_spec(shape: Sequence[int], multiple: int, num_ranks: int, rank: int) -> ShardSpec:
     """Return the shard spec of a parameter whose rows are the vocabulary, padded with zeros."""
     start, stop, padded_rows = vocabulary_rows(shape[0], multiple, num_ranks, rank)

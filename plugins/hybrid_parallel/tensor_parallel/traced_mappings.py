@@ -19,10 +19,10 @@ from .mappings import (
     copy_to_tp_region,
     gather_from_tp_region,
     reduce_from_tp_region,
+    reduce_scatter_uneven,
     scatter_to_tp_region,
     sizes_from_full,
     sizes_from_local,
-    start_reduce_scatter_uneven,
 )
 
 
@@ -59,12 +59,12 @@ def traceable_reduce_from_tp_region(x: torch.Tensor, tp_group: TensorParallelGro
 
 
 def traced_all_gather_sequence(x: torch.Tensor, tp_group: TensorParallelGroup, dim: int) -> torch.Tensor:
-    """Return `all_gather_sequence(x)`. Collective: in forward and backward."""
+    """Return `all_gather_shards(x)`. Collective: in forward and backward."""
     return _AllGather.apply(x, dim, tp_group.sequence_length, tp_group.number)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def traced_reduce_scatter_sequence(x: torch.Tensor, tp_group: TensorParallelGroup, dim: int) -> torch.Tensor:
-    """Return `reduce_scatter_sequence(x)`. Collective: in forward and backward."""
+    """Return `reduce_scatter_shards(x)`. Collective: in forward and backward."""
     tp_group.end_traced_region()
     return _ReduceScatter.apply(x, dim, tp_group.sequence_length, tp_group.number)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -122,9 +122,7 @@ def reduce_scatter(x: torch.Tensor, dim: int, length: int, group: int) -> torch.
     """Return this rank's tokens, along a dimension, of the sum of all ranks' tensors. Collective: yes."""
     tp_group = group_of_number(group)
     sizes = sizes_from_full(x.shape[dim], tp_group, length)
-    shard, wait = start_reduce_scatter_uneven(x.contiguous(), tp_group, dim, sizes)
-    wait()
-    return shard
+    return reduce_scatter_uneven(x.contiguous(), tp_group, dim, sizes)
 
 
 @reduce_scatter.register_fake

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from booster.comm import start_reduce_scatter
-
 from .grid import TensorGrid, WeightLayout
 
 # Note [3D]
@@ -46,7 +44,7 @@ class _Cube(torch.autograd.Function):
         ctx.grid, ctx.layout = grid, layout
         panel = grid.gather(weight, "weight")
         term = grid.gather_input(x, layout.outputs).mm(panel.t())
-        return _reduce_scatter_rows(term, layout.inputs, grid)
+        return grid.reduce_scatter(term, layout.inputs)
 
     @staticmethod
     @once_differentiable
@@ -58,14 +56,8 @@ class _Cube(torch.autograd.Function):
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
             panel = grid.gather(grad, layout.inputs)
         if ctx.needs_input_grad[0]:
-            grad_x = _reduce_scatter_rows(panel.mm(grid.gather(weight, "weight")), layout.outputs, grid)
+            grad_x = grid.reduce_scatter(panel.mm(grid.gather(weight, "weight")), layout.outputs)
         if ctx.needs_input_grad[1]:
             term = panel.t().mm(grid.gather_input(x, layout.outputs))
-            grad_weight = _reduce_scatter_rows(term, "weight", grid)
+            grad_weight = grid.reduce_scatter(term, "weight")
         return grad_x, grad_weight, None, None
-
-
-def _reduce_scatter_rows(term: torch.Tensor, axis: str, grid: TensorGrid) -> torch.Tensor:
-    total = term.new_empty(term.shape[0] // grid.side, term.shape[1])
-    start_reduce_scatter(term.view(-1), grid.group(axis)).wait(total.view(-1), accumulate=False)
-    return total

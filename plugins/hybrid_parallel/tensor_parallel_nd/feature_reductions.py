@@ -85,9 +85,7 @@ def _members(base: type[nn.Module]) -> dict[str, Any]:
 class _FeatureReductions(TorchFunctionMode):
     """Torch function mode in which reductions over the last dimension are over the features of all ranks.
 
-    Args:
-        division: What the module's functions see.
-        shape: Shape of this rank's block of the hidden states.
+    It takes tensors of the shape of this rank's block of the hidden states for blocks; see `FeatureDivision.where`.
     """
 
     def __init__(self, division: FeatureDivision, shape: torch.Size) -> None:
@@ -229,7 +227,7 @@ class _LayerNorm(torch.autograd.Function):
         scale = torch.rsqrt((variances + (means - mean).square()).mean(0) + eps)
         normalized = (wide - mean) * scale
         ctx.save_for_backward(x, weight, mean, scale)
-        ctx.group, ctx.num_features, ctx.has_bias = group, size * x.shape[-1], bias is not None
+        ctx.group, ctx.num_features = group, size * x.shape[-1]
         y = normalized if weight is None else normalized * weight
         return (y if bias is None else y + bias).to(x.dtype)
 

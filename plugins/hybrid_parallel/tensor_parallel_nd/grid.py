@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from booster.comm import all_gather_equal
+from booster.comm import all_gather_equal, start_reduce_scatter
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.mesh import HybridMesh
 from booster.plugins.hybrid_parallel.tensor_parallel.group import TensorParallelGroup
@@ -221,6 +221,12 @@ class TensorGrid:
     def gather(self, block: torch.Tensor, axis: str) -> torch.Tensor:
         """Return the blocks of the ranks along an axis, concatenated. Collective over the group of the axis."""
         return all_gather_equal(block.detach().contiguous(), self.group(axis))
+
+    def reduce_scatter(self, terms: torch.Tensor, axis: str) -> torch.Tensor:
+        """Return this rank's equal part of the first dimension of the sum over an axis. Collective over its group."""
+        total = terms.new_empty(terms.shape[0] // self.side, *terms.shape[1:])
+        start_reduce_scatter(terms.view(-1), self.group(axis)).wait(total.view(-1), accumulate=False)
+        return total
 
     def gather_input(self, x: torch.Tensor, axis: str) -> torch.Tensor:
         """Return `gather` of the input of a linear layer, if it is small once for all layers that read it.

@@ -60,9 +60,7 @@ def make_grid_linear(module: nn.Module, grid: TensorGrid, *, is_second: bool, is
 
     Args:
         module: An `nn.Linear` or a `Conv1D` of transformers.
-        grid: The grid.
-        is_second: Whether it is the second layer of a pair.
-        is_alone: Whether the pair is outside of stacks of layers.
+        grid, is_second, is_alone: See `GridLinearConfig`.
 
     Collective: no; the module's forward and backward are, over the grid.
     """

@@ -17,12 +17,14 @@ from booster.plugins.hybrid_parallel.tp_plan.adapters import without_adapters
 from booster.plugins.hybrid_parallel.tp_plan.attention_heads import owner_of
 from booster.plugins.hybrid_parallel.tp_plan.equivalence_check import all_close, run, run_equivalence_check
 from booster.plugins.hybrid_parallel.tp_plan.plan import (
+    CLOSING_STYLES,
+    OPEN_STYLES,
     PlannedEntry,
     TensorParallelPlan,
     feature_sizes,
     generalize,
+    module_order,
 )
-from booster.plugins.hybrid_parallel.tp_plan.validate import CLOSING_STYLES, OPEN_STYLES
 
 from .grid import TensorGridShape
 from .shard_spec import bias_spec, feature_spec, per_head_spec, weight_spec
@@ -90,8 +92,8 @@ def plan_for_grid(plan: TensorParallelPlan, model: nn.Module, grid: TensorGridSh
         _check_heads(entry, divided, grid)
     entries = list(plan.entries)
     entries += [PlannedEntry(name=name, style=FEATURE_WISE, reason="runs on divided features") for name in feature_wise]
-    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
-    entries.sort(key=lambda one: order.get(one.name, order.get(one.name.rpartition(".")[0], 0)))
+    order = module_order(model)
+    entries.sort(key=lambda one: order(one.name))
     return replace(plan, entries=tuple(entries), divided_stacks=tuple(divided), notes=tuple(notes))
 
 

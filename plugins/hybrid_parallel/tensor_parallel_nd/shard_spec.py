@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from booster.core.shard_spec import Box, ShardSpec
@@ -14,17 +14,7 @@ from .grid import TensorGridShape
 def weight_spec(
     shape: Sequence[int], dim: int, blocks: Sequence[Block], grid: TensorGridShape, rank: int, *, is_second: bool
 ) -> ShardSpec:
-    """Return the shard spec of the weight of a linear layer.
-
-    Args:
-        shape: Shape of the logical weight, in two dimensions.
-        dim: The dimension of the features between the two layers of a pair: the outputs of the first one, the inputs of
-            the second one.
-        blocks: Consecutive blocks of that dimension.
-        grid: The grid.
-        rank: Tensor-parallel rank.
-        is_second: Whether it is the second layer of a pair.
-    """
+    """Return the shard spec of a weight, in which `dim` has the features between the two layers of a pair."""
     layout, coordinates = grid.weight(is_second=is_second), grid.coordinates(rank)
     inner_axis, outer_axis = (layout.inputs, layout.outputs) if is_second else (layout.outputs, layout.inputs)
     other, outputs = 1 - dim, (1 - dim if is_second else dim)
@@ -32,40 +22,36 @@ def weight_spec(
     spec = _narrowed(spec, other, coordinates[outer_axis], grid.side)
     if layout.rows is not None:
         spec = _narrowed(spec, outputs, coordinates[layout.rows], grid.side)
-    used = {layout.outputs, layout.inputs, layout.rows}
-    return _primary_at_zero(spec, grid, rank, [axis for axis in grid.axes if axis not in used])
+    return _primary_at_zero(spec, grid, rank, {layout.outputs, layout.inputs, layout.rows})
 
 
 def bias_spec(
     shape: Sequence[int], blocks: Sequence[Block], grid: TensorGridShape, rank: int, *, is_second: bool
 ) -> ShardSpec:
     """Return the shard spec of the bias of a linear layer; its arguments are those of `weight_spec`."""
-    if is_second:
-        return feature_spec(shape, grid, rank)
-    axis = grid.weight(is_second=False).outputs
-    spec = sharded_spec(shape, 0, blocks, grid.side, grid.coordinates(rank)[axis])
-    return _primary_at_zero(spec, grid, rank, [one for one in grid.axes if one != axis])
+    return feature_spec(shape, grid, rank) if is_second else per_head_spec(shape, 0, blocks, grid, rank)
 
 
 def per_head_spec(
     shape: Sequence[int], dim: int, blocks: Sequence[Block], grid: TensorGridShape, rank: int
 ) -> ShardSpec:
-    """Return the shard spec of a parameter with one value per head; its arguments are those of `weight_spec`."""
+    """Return the shard spec of a parameter with one value per feature between the two layers of a pair, or per head."""
     axis = grid.inner.features
     spec = sharded_spec(shape, dim, blocks, grid.side, grid.coordinates(rank)[axis])
-    return _primary_at_zero(spec, grid, rank, [one for one in grid.axes if one != axis])
+    return _primary_at_zero(spec, grid, rank, {axis})
 
 
 def feature_spec(shape: Sequence[int], grid: TensorGridShape, rank: int) -> ShardSpec:
     """Return the shard spec of a parameter with one value per feature, such as a norm's weight, in the outer layout."""
     axis = grid.outer.features
     spec = _narrowed(ShardSpec.unsharded(shape), 0, grid.coordinates(rank)[axis], grid.side)
-    return _primary_at_zero(spec, grid, rank, [one for one in grid.axes if one != axis])
+    return _primary_at_zero(spec, grid, rank, {axis})
 
 
-def _primary_at_zero(spec: ShardSpec, grid: TensorGridShape, rank: int, replicas: Sequence[str]) -> ShardSpec:
-    """Return a spec that is primary at coordinate 0 of the axes along which ranks hold the same."""
-    return spec.non_primary() if any(grid.coordinates(rank)[axis] for axis in replicas) else spec
+def _primary_at_zero(spec: ShardSpec, grid: TensorGridShape, rank: int, used: Collection[str | None]) -> ShardSpec:
+    """Return a spec that is primary at coordinate 0 of the other axes, along which ranks hold the same."""
+    is_replica = any(index for axis, index in grid.coordinates(rank).items() if axis not in used)
+    return spec.non_primary() if is_replica else spec
 
 
 def _narrowed(spec: ShardSpec, dim: int, index: int, num_shards: int) -> ShardSpec:

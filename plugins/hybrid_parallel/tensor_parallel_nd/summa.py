@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from booster.comm import all_reduce_sum, broadcast, start_reduce_scatter, sum_dtype
+from booster.comm import all_reduce_sum, broadcast, sum_dtype
 
 from .grid import MAX_GATHERED_BYTES, TensorGrid
 
@@ -90,20 +90,14 @@ def _input_gradient(grad: torch.Tensor, weight: torch.Tensor, grid: TensorGrid) 
     terms = grad.new_empty(grid.side, grad.shape[0], weight.shape[1])
     for block, term in zip(_blocks(weight, "row", grid), terms, strict=True):
         torch.mm(grad, block, out=term)
-    return _reduce_scatter_terms(terms, "column", grid)
+    return grid.reduce_scatter(terms, "column")[0]
 
 
 def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, grid: TensorGrid) -> torch.Tensor:
     terms = grad.new_empty(grid.side, grad.shape[1], x.shape[1])
     for block, term in zip(_input_blocks(x, grid), terms, strict=True):
         torch.mm(grad.t(), block, out=term)
-    total = _reduce_scatter_terms(terms, "row", grid)
+    total = grid.reduce_scatter(terms, "row")[0]
     if grid.shape.depth == 1:
         return total
     return all_reduce_sum(total.to(sum_dtype(total.dtype)), grid.group("depth")).to(total.dtype)
-
-
-def _reduce_scatter_terms(terms: torch.Tensor, axis: str, grid: TensorGrid) -> torch.Tensor:
-    total = torch.empty_like(terms[0])
-    start_reduce_scatter(terms.view(-1), grid.group(axis)).wait(total.view(-1), accumulate=False)
-    return total

@@ -22,9 +22,16 @@ from torch import nn
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.tensor_parallel.linear import is_linear
 
-from .plan import COLUMN_STYLES, ROW_STYLES, PlannedEntry, TensorParallelPlan, split_dim
+from .plan import (
+    CLOSING_STYLES,
+    COLUMN_STYLES,
+    OPEN_STYLES,
+    ROW_STYLES,
+    PlannedEntry,
+    TensorParallelPlan,
+    split_dim,
+)
 
-_OPEN_STYLES = frozenset({"colwise", "packed_colwise"})
 # Styles of B, beside a layer of the same style.
 _STYLES_OF_B = COLUMN_STYLES | {"vocab_head", "mla_kv_a_proj", "replicated_with_grad_allreduce"}
 # Styles of A, beside a layer of the same style.
@@ -91,41 +98,39 @@ def shard_adapters(plan: TensorParallelPlan, wrappers: Mapping[str, nn.Module]) 
     """
     if not wrappers:
         return plan
-    names = _Names(wrappers)
     entries: list[PlannedEntry] = []
     for entry in plan.entries:
-        siblings = tuple(moved for name in entry.siblings for moved in names.of(name))
-        entries.extend(replace(entry, name=name, siblings=siblings) for name in names.of(entry.name))
-        owner, wrapper = names.wrapper_of(entry.name)
+        siblings = tuple(moved for name in entry.siblings for moved in _names_of(name, wrappers))
+        entries.extend(replace(entry, name=name, siblings=siblings) for name in _names_of(entry.name, wrappers))
+        owner, wrapper = _wrapper_of(entry.name, wrappers)
         if wrapper is not None and entry.style not in _REPLICATED:
             entries.extend(_adapter_entries(entry, owner, wrapper))
     return replace(
         plan,
         entries=tuple(entries),
-        attributes=tuple(replace(one, module=name) for one in plan.attributes for name in names.of(one.module)),
-        arguments=tuple(replace(one, module=name) for one in plan.arguments for name in names.of(one.module)),
+        attributes=tuple(
+            replace(one, module=name) for one in plan.attributes for name in _names_of(one.module, wrappers)
+        ),
+        arguments=tuple(
+            replace(one, module=name) for one in plan.arguments for name in _names_of(one.module, wrappers)
+        ),
     )
 
 
-class _Names:
-    """Names in the model with adapters, by the name in the model without."""
+def _wrapper_of(name: str, wrappers: Mapping[str, nn.Module]) -> tuple[str, nn.Module | None]:
+    """Return the name and the wrapper of the layer that is or contains a module, or None."""
+    owner = name
+    while owner and owner not in wrappers:
+        owner = owner.rpartition(".")[0]
+    return owner, wrappers.get(owner)
 
-    def __init__(self, wrappers: Mapping[str, nn.Module]) -> None:
-        self._wrappers = wrappers
 
-    def wrapper_of(self, name: str) -> tuple[str, nn.Module | None]:
-        """Return the name and the wrapper of the layer that is or contains a module, or None."""
-        owner = name
-        while owner and owner not in self._wrappers:
-            owner = owner.rpartition(".")[0]
-        return owner, self._wrappers.get(owner)
-
-    def of(self, name: str) -> list[str]:
-        """Return a module's new names: several if peft trains a copy of it."""
-        owner, wrapper = self.wrapper_of(name)
-        if wrapper is None:
-            return [name]
-        return [f"{owner}.{place}{name[len(owner) :]}" for place in _places(wrapper)]
+def _names_of(name: str, wrappers: Mapping[str, nn.Module]) -> list[str]:
+    """Return a module's names in the model with adapters: several if peft trains a copy of it."""
+    owner, wrapper = _wrapper_of(name, wrappers)
+    if wrapper is None:
+        return [name]
+    return [f"{owner}.{place}{name[len(owner) :]}" for place in _places(wrapper)]
 
 
 def _adapter_entries(entry: PlannedEntry, owner: str, wrapper: nn.Module) -> Iterator[PlannedEntry]:
@@ -148,9 +153,9 @@ def _adapter_entries(entry: PlannedEntry, owner: str, wrapper: nn.Module) -> Ite
                 yield replace(own, name=f"{magnitudes}.weight", dim=0, is_parameter=True)
             yield PlannedEntry(name=magnitudes, style="dora")
         if isinstance(wrapper.get_submodule(f"lora_dropout.{key}"), nn.Dropout):
-            if entry.style in _OPEN_STYLES:
+            if entry.style in OPEN_STYLES:
                 yield PlannedEntry(name=dropout, style="replicated_dropout")
-            elif entry.style in ("rowwise", "packed_rowwise"):
+            elif entry.style in CLOSING_STYLES:
                 yield PlannedEntry(name=dropout, style="sharded_dropout")
 
 

@@ -115,7 +115,7 @@ def _layers(model: nn.Module, dims: Mapping[str, int | None]) -> dict[str, _Mark
     for name, dim in dims.items():
         owner, _, leaf = name.rpartition(".")
         if leaf == "bias":
-            _check_bias(name, dim, model.get_submodule(owner), found.get(owner))
+            _check_bias(name, dim, found.get(owner))
     return found
 
 
@@ -136,7 +136,7 @@ def _raise_unsupported(name: str, module: nn.Module) -> None:
     )
 
 
-def _check_bias(name: str, dim: int | None, module: nn.Module, mark: _Mark | None) -> None:
+def _check_bias(name: str, dim: int | None, mark: _Mark | None) -> None:
     if mark is None:
         if dim is None:
             return

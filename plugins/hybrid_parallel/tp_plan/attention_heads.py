@@ -11,7 +11,7 @@ from torch import nn
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import Block
 
-from .plan import ROW_STYLES, Style, feature_sizes
+from .plan import OPEN_STYLES, ROW_STYLES, VOCABULARY_STYLES, Style, feature_sizes
 
 # torch's grouped matmul of all experts' weights requires rows of multiples of 16 bytes.
 _GROUPED_MATMUL_MULTIPLE = 8
@@ -89,10 +89,9 @@ def find_attentions(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, 
     Raises:
         ConfigError: An attention's number of heads is unknown.
     """
-    split = ("colwise", "packed_colwise")
     modules: dict[str, dict[str, str]] = {}
     for name, style in styles.items():
-        if style.name not in split or style.blocks:
+        if style.name not in OPEN_STYLES or style.blocks:
             continue
         owner, role = owner_of(name), role_of(name)
         # the projections of an attention may have unusual names
@@ -166,7 +165,7 @@ def blocks_of(
     if style.num_heads is not None:
         _check_divides(name, size, style.num_heads, "heads")
         return (Block(num_units=style.num_heads, unit_size=size // style.num_heads),)
-    if style.name.endswith(("_gather_output", "_split_input")) or style.name in ("vocab", "vocab_head"):
+    if style.name.endswith(("_gather_output", "_split_input")) or style.name in VOCABULARY_STYLES:
         return (Block(num_units=size),)
     attention = _attention_of(name, style, attentions)
     if attention is not None:

@@ -26,7 +26,7 @@ from .equivalence_check import (
     module_signature,
     run_equivalence_check,
 )
-from .plan import AttributeChange, PartialPlan, Style, feature_sizes, generalize
+from .plan import AttributeChange, PartialPlan, Style, feature_sizes, generalize, module_order
 
 _NUM_FEATURES_NAMES = (
     "all_head_size",
@@ -151,11 +151,8 @@ def derive_plan(model: nn.Module, tp_size: int = 2) -> PartialPlan:
             f"no tensor-parallel plan is known for {type(model).__name__}, and none can be derived ({reason}): give"
             " plan={'pattern of module names': style, ...}, or use tp_size=1"
         )
-    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     return PartialPlan(
-        styles=dict(
-            sorted(search.styles.items(), key=lambda item: order.get(item[0], order.get(item[0].rpartition(".")[0], 0)))
-        ),
+        styles={name: search.styles[name] for name in sorted(search.styles, key=module_order(model))},
         source="derived from the model: every sharded layer was run in shards and computes the same",
         is_derived=True,
         attributes=tuple(search.attributes),

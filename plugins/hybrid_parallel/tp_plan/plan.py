@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -55,7 +55,7 @@ def explain(
         (f"{name} ({len(sizes)})" if len(sizes) > 1 else name, style, shape_text, f"{sum(sizes):,}")
         for (name, style, shape_text), sizes in rows.items()
     ]
-    lines = _align([_HEADER, *table])
+    lines = aligned([_HEADER, *table], num_texts=3)
     lines.append(f"rank {rank} of {num_ranks} holds {local:,} of {full:,} bytes")
     lines.extend(_footer(plan))
     return "\n".join(lines)
@@ -72,14 +72,16 @@ def _entries_of(plan: TensorParallelPlan, model: nn.Module) -> dict[int, tuple[s
     return found
 
 
-def _align(rows: Iterable[tuple[str, ...]]) -> list[str]:
-    rows = list(rows)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
-    lines = []
-    for row in rows:
-        *texts, number = (text.ljust(width) for text, width in zip(row, widths, strict=True))
-        lines.append("  ".join([*texts, number.strip().rjust(widths[-1])]))
-    return lines
+def aligned(rows: Sequence[Sequence[str]], num_texts: int) -> list[str]:
+    """Return the lines of a table, whose first columns are texts and the others numbers."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if column < num_texts else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
 
 
 def _footer(plan: TensorParallelPlan) -> list[str]:
@@ -257,28 +259,21 @@ class TensorParallelPlan:
         }
 
 
-STYLES = frozenset(
-    {
-        "all_reduce",
-        "colwise",
-        "colwise_gather_output",
-        "embedding_colwise",
-        "embedding_colwise_gather_output",
-        "local_params",
-        "mla_kv_a_proj",
-        "moe_identity_expert",
-        "moe_tp_experts",
-        "packed_colwise",
-        "packed_rowwise",
-        "replicated",
-        "replicated_with_grad_allreduce",
-        "rowwise",
-        "rowwise_split_input",
-        "sequence",
-        "vocab",
-        "vocab_head",
-    }
-)
+OPEN_STYLES = frozenset({"colwise", "packed_colwise"})
+"""Styles whose output stays sharded."""
+CLOSING_STYLES = frozenset({"rowwise", "packed_rowwise"})
+"""Styles with a sharded input and a reduced output."""
+COLUMN_STYLES = OPEN_STYLES | {"colwise_gather_output"}
+ROW_STYLES = CLOSING_STYLES | {"rowwise_split_input"}
+VOCABULARY_STYLES = frozenset({"vocab", "vocab_head"})
+FEATURE_STYLES = frozenset({"embedding_colwise", "embedding_colwise_gather_output"})
+"""Styles of embeddings that are sharded over features."""
+SHARDED_STYLES = COLUMN_STYLES | ROW_STYLES | VOCABULARY_STYLES | FEATURE_STYLES
+"""Styles that shard a weight."""
+STYLES = SHARDED_STYLES | {
+    *("all_reduce", "local_params", "mla_kv_a_proj", "moe_identity_expert", "moe_tp_experts"),
+    *("replicated", "replicated_with_grad_allreduce", "sequence"),
+}
 """All styles; see `Style`."""
 
 _STYLE_ALIASES = {
@@ -363,6 +358,12 @@ def generalize(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
+def module_order(model: nn.Module) -> Callable[[str], float]:
+    """Return the sort key of names of modules and parameters in the model's order; parameters follow their module."""
+    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
+    return lambda name: order.get(name, order.get(name.rpartition(".")[0], 0) + 0.5)
+
+
 def matches(pattern: str, name: str) -> bool:
     """Whether a pattern matches a name."""
     return re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]*"), name) is not None
@@ -406,10 +407,6 @@ def _hits(pattern: str, names: list[str], prefix: str) -> list[str]:
         if hits := [name for name in names if name and matches(spelling, name)]:
             return hits
     return []
-
-
-COLUMN_STYLES = frozenset({"colwise", "colwise_gather_output", "packed_colwise"})
-ROW_STYLES = frozenset({"rowwise", "rowwise_split_input", "packed_rowwise"})
 
 
 def feature_sizes(module: nn.Module) -> tuple[int, int]:

@@ -31,6 +31,8 @@ from .equivalence_check import check_token_wise
 from .plan import (
     COLUMN_STYLES,
     ROW_STYLES,
+    SHARDED_STYLES,
+    VOCABULARY_STYLES,
     PartialPlan,
     PlannedEntry,
     Style,
@@ -39,6 +41,7 @@ from .plan import (
     feature_sizes,
     generalize,
     match_names,
+    module_order,
     read_style,
     reason_of,
     split_dim,
@@ -47,21 +50,14 @@ from .tables import table_plan, transformers_plan
 from .user_plan_check import verify_user_plan
 from .validate import check_plan, check_styles
 
-_BY_ROWS = frozenset({"colwise", "colwise_gather_output", "vocab", "vocab_head"})
+_BY_ROWS = VOCABULARY_STYLES | {"colwise", "colwise_gather_output"}
 
 
-def resolve_ties(model: nn.Module, styles: Mapping[str, Style]) -> tuple[dict[str, Style], dict[str, str]]:
+def _resolve_ties(model: nn.Module, styles: Mapping[str, Style]) -> tuple[dict[str, Style], dict[str, str]]:
     """Use vocabulary styles for the layers that compute logits, and for modules tied to them.
-
-    Args:
-        model: The user's model.
-        styles: Styles of modules and bare parameters, by name.
 
     Returns:
         The styles including those of tied modules, in the model's order; and the reasons of changed styles.
-
-    Raises:
-        ConfigError: Modules that share a weight would be sharded differently.
     """
     resolved = dict(styles)
     for name, style in styles.items():
@@ -70,10 +66,7 @@ def resolve_ties(model: nn.Module, styles: Mapping[str, Style]) -> tuple[dict[st
     reasons: dict[str, str] = {}
     for names in _tied_modules(model):
         _resolve(model, names, resolved, reasons)
-    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
-    parameters = [name for name in resolved if name not in order]
-    first = {name: order.get(name.rpartition(".")[0], 0) + 0.5 for name in parameters}
-    return dict(sorted(resolved.items(), key=lambda item: order.get(item[0], first.get(item[0], 0)))), reasons
+    return {name: resolved[name] for name in sorted(resolved, key=module_order(model))}, reasons
 
 
 def _tied_modules(model: nn.Module) -> list[list[str]]:
@@ -135,20 +128,13 @@ TENSOR_AXIS_MODES = frozenset({"split_gather", "ring"})
 
 _CROSS_ATTENTION = ("cross", "encdec", "encoder_attn", "enc_dec", "encoder_decoder")
 _LATENT = ("q_b_proj", "kv_b_proj")  # multi-head latent attention: each has its own input
-_VOCABULARY_STYLES = frozenset({"vocab_head", "vocab"})
 _MIXES_TOKENS = ("attention", "attn", "conv", "mamba", "mixer", "ssm", "lstm", "gru", "rnn", "batchnorm")
 
 
-def find_siblings(
+def _find_siblings(
     model: nn.Module, styles: Mapping[str, Style], known: tuple[tuple[str, ...], ...] = ()
 ) -> dict[str, tuple[str, ...]]:
-    """Return for each column-parallel layer the layers that read the same input, including itself.
-
-    Args:
-        model: The user's model.
-        styles: Styles of modules and bare parameters, by name.
-        known: Groups that are already known.
-    """
+    """Return for each column-parallel layer the layers that read the same input, including itself."""
     found = {name: group for group in known for name in group}
     groups: dict[tuple[str, str, int], list[str]] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -158,41 +144,36 @@ def find_siblings(
             continue
         leaf = name.rpartition(".")[2]
         source = leaf if leaf in _LATENT else ""
-        if is_cross_attention(name):
+        if _is_cross_attention(name):
             source = "query" if role_of(name) == "query" else "memory"
         groups.setdefault((owner_of(name), source, feature_sizes(module)[0]), []).append(name)
     return found | {name: tuple(names) for names in groups.values() for name in names}
 
 
-def region_of(name: str, style: Style, stacks: tuple[tuple[str, ...], ...]) -> str:
+def _region_of(name: str, style: Style, stacks: tuple[tuple[str, ...], ...]) -> str:
     """Return the module whose input starts a module's region, or "" if the input is never sharded by tokens."""
     layer = stack_layer_of(name, stacks)
-    if layer is None or style.name in _VOCABULARY_STYLES or name == layer:
+    if layer is None or style.name in VOCABULARY_STYLES or name == layer:
         return ""
-    if is_cross_attention(name) and role_of(name) != "query":
+    if _is_cross_attention(name) and role_of(name) != "query":
         return ""
     owner = owner_of(name)
     return name if owner == layer else owner
 
 
-def is_cross_attention(name: str) -> bool:
+def _is_cross_attention(name: str) -> bool:
     """Whether a module belongs to a cross-attention."""
     lower = name.lower()
     return any(word in lower for word in _CROSS_ATTENTION) or lower.endswith(".q_attn")
 
 
-def sequence_parallel_modules(
+def _sequence_parallel_modules(
     model: nn.Module,
     styles: Mapping[str, Style],
     regions: Mapping[str, str],
     stacks: tuple[tuple[str, ...], ...],
 ) -> list[str]:
-    """Return the modules whose parameters run on sharded tokens.
-
-    Raises:
-        ConfigError: A module in a stack would see a rank's tokens only although it needs all, or the gradient of a
-            module in a region would be wrong.
-    """
+    """Return the modules whose parameters run on sharded tokens; raise if a module in a stack needs all tokens."""
     if not stacks:
         raise ConfigError(
             "the model has no stack of layers (a ModuleList of modules of one class) in which the sequence could be"
@@ -243,23 +224,13 @@ def _needs_all_tokens(name: str, module: nn.Module, regions: set[str]) -> bool:
     return has_parameters and not has_region and not is_linear(module) and any(word in kind for word in _MIXES_TOKENS)
 
 
-_SHARDED_EMBEDDINGS = frozenset({"vocab", "vocab_head", "embedding_colwise", "embedding_colwise_gather_output"})
 _WITH_REGION = COLUMN_STYLES | {"embedding_colwise"}
 
 
-def resolve_plan(model: nn.Module, partial: PartialPlan, *, sequence_mode: str | None) -> TensorParallelPlan:
-    """Resolve everything of a plan that follows from its styles and the model.
-
-    Args:
-        model: The user's model, possibly on the meta device.
-        partial: The partial plan.
-        sequence_mode: Mode of sequence parallelism, or None for unsharded sequences.
-
-    Raises:
-        ConfigError: The partial plan is not applicable to this model.
-    """
+def _resolve_plan(model: nn.Module, partial: PartialPlan, *, sequence_mode: str | None) -> TensorParallelPlan:
+    """Resolve everything of a plan that follows from its styles and the model."""
     check_styles(model, partial.styles)
-    styles, reasons = resolve_ties(model, partial.styles)
+    styles, reasons = _resolve_ties(model, partial.styles)
     reasons = {**partial.reasons, **reasons}
     styles |= _styles_inside_embeddings(model, styles)
     stacks = find_stacks(model)
@@ -272,8 +243,8 @@ def resolve_plan(model: nn.Module, partial: PartialPlan, *, sequence_mode: str |
         for name, (weight, dim) in weights.items()
         if weight is not None
     }
-    siblings = find_siblings(model, styles, partial.siblings)
-    regions = {name: region_of(name, style, stacks) for name, style in styles.items() if style.name in _WITH_REGION}
+    siblings = _find_siblings(model, styles, partial.siblings)
+    regions = {name: _region_of(name, style, stacks) for name, style in styles.items() if style.name in _WITH_REGION}
     regions = {name: region for name, region in regions.items() if not _is_parameter(model, name)}
     entries = [
         PlannedEntry(
@@ -289,12 +260,13 @@ def resolve_plan(model: nn.Module, partial: PartialPlan, *, sequence_mode: str |
         for name, style in styles.items()
     ]
     if sequence_mode in TENSOR_AXIS_MODES:
-        replicated = sequence_parallel_modules(model, styles, regions, stacks)
+        replicated = _sequence_parallel_modules(model, styles, regions, stacks)
         entries.extend(
             PlannedEntry(name=name, style="sequence", reason="runs on sharded tokens") for name in replicated
         )
+    order = module_order(model)
     return TensorParallelPlan(
-        entries=_sort_by_module(model, entries),
+        entries=tuple(sorted(entries, key=lambda entry: order(entry.name))),
         attributes=(*head_attributes(model, attentions, blocks), *partial.attributes),
         arguments=partial.arguments,
         stacks=stacks,
@@ -319,7 +291,7 @@ def _styles_inside_embeddings(model: nn.Module, styles: Mapping[str, Style]) -> 
 
 def _weight(model: nn.Module, name: str, style: Style) -> tuple[torch.Tensor | None, int]:
     """Return the tensor that a style shards, or None, and the sharded dimension."""
-    if style.name not in COLUMN_STYLES | ROW_STYLES | _SHARDED_EMBEDDINGS:
+    if style.name not in SHARDED_STYLES:
         return None, 0
     if _is_parameter(model, name):
         parameter = model.get_parameter(name)
@@ -334,36 +306,13 @@ def _is_parameter(model: nn.Module, name: str) -> bool:
     return leaf in model.get_submodule(owner)._parameters
 
 
-def _sort_by_module(model: nn.Module, entries: list[PlannedEntry]) -> tuple[PlannedEntry, ...]:
-    names = [name for name, _ in model.named_modules()]
-    order: Mapping[str, int] = {name: index for index, name in enumerate(names)}
-    return tuple(sorted(entries, key=lambda entry: order.get(entry.name, order.get(entry.name.rpartition(".")[0], 0))))
-
-
-def read_user_plan(model: nn.Module, plan: object) -> PartialPlan:
-    """Parse a user's plan.
-
-    Args:
-        model: The user's model.
-        plan: Styles by pattern of names of modules or bare parameters.
-
-    Raises:
-        ConfigError: The plan is not such a mapping, is empty, has an unknown style, a pattern without matches, or a
-            pattern that matches the weight of a layer.
-    """
-    if not isinstance(plan, Mapping) or not plan:
-        raise ConfigError(
-            f"plan={plan!r} is not a plan: give a mapping of module names to styles, such as"
-            " {'layers.*.mlp.up_proj': 'colwise', 'layers.*.mlp.down_proj': 'rowwise'}, or None to search for one"
-        )
-    styles: dict[str, tuple[Style, str]] = {}
-    for pattern, given in plan.items():
-        if not isinstance(pattern, str):
-            raise ConfigError(f"the plan has {pattern!r} as a module name: names must be strings")
-        styles[pattern] = read_style(pattern, given), reason_of(given)
+def _read_user_plan(model: nn.Module, plan: UserPlan) -> PartialPlan:
+    """Parse a user's plan: styles by pattern of names of modules or bare parameters."""
     outer, inner = unwrapped_model(model)
     prefix = f"{outer}." if outer else ""
-    styles = {pattern.removeprefix(prefix): style for pattern, style in styles.items()}
+    styles = {
+        pattern.removeprefix(prefix): (read_style(pattern, given), reason_of(given)) for pattern, given in plan.items()
+    }
     names = [name for name, _ in inner.named_modules()] + [name for name, _ in inner.named_parameters()]
     matched, unmatched = match_names(styles, names, str(getattr(inner, "base_model_prefix", "")))
     if unmatched:
@@ -410,7 +359,7 @@ def choose_plan(
     Args:
         model: The user's model, possibly on the meta device. It is not changed.
         tp_size: Number of tensor-parallel ranks. With 1 only stacks of layers are found and a user's plan is checked.
-        plan: The user's plan, optional.
+        plan: The user's plan, a mapping of names, optional.
         sequence_mode: Mode of sequence parallelism; optional, defaults to unsharded sequences.
 
     Raises:
@@ -434,13 +383,13 @@ def choose_plan(
 
 def _read_plan(model: nn.Module, plan: UserPlan | None, tp_size: int) -> PartialPlan:
     """Return the plan of the user: its styles, its placements, and those of marked parameters."""
-    given = plan if isinstance(plan, Mapping) else {}
+    given = plan or {}
     placements = {name: value for name, value in given.items() if is_placement(value)}
     marked = marked_placements(model)
     if not placements and not marked:
-        return read_user_plan(model, plan)
+        return _read_user_plan(model, given)
     others = {name: value for name, value in given.items() if name not in placements}
-    styles = read_user_plan(model, others) if others or not isinstance(plan, Mapping | None) else None
+    styles = _read_user_plan(model, others) if others else None
     derived = plan_of_placements(model, placements, marked, tp_size=max(tp_size, 2))
     if styles is None:
         return derived
@@ -466,7 +415,7 @@ def _choose_unadapted(
     else:
         with real_tensors():
             partial = transformers_plan(model) or table_plan(model) or derive_plan(model, tp_size)
-    resolved = resolve_plan(model, partial, sequence_mode=sequence_mode)
+    resolved = _resolve_plan(model, partial, sequence_mode=sequence_mode)
     if partial.is_derived and sequence_mode in TENSOR_AXIS_MODES:
         with real_tensors():
             check_token_wise(resolved, model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,24 +18,17 @@ from .plan import PartialPlan, ShardedArgument, Style, match_names, matches, rea
 _EXPERT_PARALLEL = frozenset({"grouped_gemm", "ep_dispatch_experts", "ep_router"})
 
 
-def pretrained_models(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module, Any]]:
-    """Yield the outermost transformers models in a model: name, module and configuration."""
-    config = getattr(model, "config", None)
-    if hasattr(type(model), "base_model_prefix") and hasattr(config, "model_type"):  # peft's models forward attributes
-        yield name, model, config
+def pretrained_models(
+    model: nn.Module, name: str = "", types: Container[str] | None = None
+) -> Iterator[tuple[str, nn.Module, Any]]:
+    """Yield the outermost transformers models in a model, or those of given types: name, module and configuration."""
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    is_wanted = kind is not None if types is None else kind in types
+    if is_wanted and hasattr(type(model), "base_model_prefix"):  # peft's models forward attributes
+        yield name, model, model.config
         return
     for key, child in model.named_children():
-        yield from pretrained_models(child, f"{name}.{key}" if name else key)
-
-
-def _models_of_types(model: nn.Module, types: Container[str], name: str = "") -> Iterator[tuple[str, nn.Module, Any]]:
-    """Yield the outermost transformers models of these types in a model, as `pretrained_models` does."""
-    config = getattr(model, "config", None)
-    if hasattr(type(model), "base_model_prefix") and getattr(config, "model_type", None) in types:
-        yield name, model, config
-        return
-    for key, child in model.named_children():
-        yield from _models_of_types(child, types, f"{name}.{key}" if name else key)
+        yield from pretrained_models(child, f"{name}.{key}" if name else key, types)
 
 
 # Gate and up are one after the other in each expert, and the forward takes halves. Shared experts hold parameters, not
@@ -62,7 +57,7 @@ def transformers_plan(model: nn.Module) -> PartialPlan | None:
     Raises:
         ConfigError: The plan does not work.
     """
-    for _, module, config in _models_of_types(model, UNSHARDABLE):
+    for _, module, config in pretrained_models(model, types=UNSHARDABLE):
         raise ConfigError(
             f"{type(module).__name__} {UNSHARDABLE[config.model_type]}, which transformers' own plan leaves out: give"
             " plan= with layers outside of attention, such as those of the MLP, or use tp_size=1"
@@ -80,7 +75,7 @@ def transformers_plan(model: nn.Module) -> PartialPlan | None:
         sources.append(f"{type(module).__name__} ({config.model_type})")
     if not found:
         return None
-    for name, module, config in _models_of_types(model, CORRECTIONS):
+    for name, module, config in pretrained_models(model, types=CORRECTIONS):
         names = [key for key, _ in module.named_modules()] + [key for key, _ in module.named_parameters()]
         plan = {key: read_style(key, style) for key, style in CORRECTIONS[config.model_type].items()}
         styles, _ = match_names(plan, names, str(getattr(module, "base_model_prefix", "")))
@@ -96,7 +91,8 @@ class PlanTable:
     such as `num_heads` are found in the models' code (see `head_attributes`).
 
     Attributes:
-        plan: Styles by pattern of module names, relative to the base model.
+        plan: Styles by pattern of module names, relative to the base model. A pattern may have alternatives, such as
+            `{query,key,value}`.
         heads: Names of the layers that compute logits, relative to the full model.
         arguments: Arguments with a value per head by pattern of modules: name, and dimension of the heads.
         customize: Function of the configuration that returns styles to add or replace, optional.
@@ -123,27 +119,26 @@ def _bloom(config: Any) -> Mapping[str, str]:
     return {}
 
 
+_ENCODER_MLP = {"encoder.layer.*.intermediate.dense": "colwise", "encoder.layer.*.output.dense": "rowwise"}
+_BERT_HEADS = ("cls.predictions.decoder", "lm_head.decoder", "generator_lm_head")
+
 _BERT = PlanTable(
     plan={
-        **{f"encoder.layer.*.{kind}.self.{name}": "colwise" for kind in ("attention", "crossattention")
-           for name in ("query", "key", "value")},
-        "encoder.layer.*.attention.output.dense": "rowwise",
-        "encoder.layer.*.crossattention.output.dense": "rowwise",
-        "encoder.layer.*.intermediate.dense": "colwise",
-        "encoder.layer.*.output.dense": "rowwise",
+        "encoder.layer.*.{attention,crossattention}.self.{query,key,value}": "colwise",
+        "encoder.layer.*.{attention,crossattention}.output.dense": "rowwise",
+        **_ENCODER_MLP,
     },
-    heads=("cls.predictions.decoder", "lm_head.decoder", "generator_lm_head"),
-)  # fmt: skip
+    heads=_BERT_HEADS,
+)
 
 # Of models whose attention is not a plain one: it stays unsharded.
 _FEED_FORWARD = PlanTable(
     plan={
-        "encoder.layer.*.intermediate.dense": "colwise",
-        "encoder.layer.*.output.dense": "rowwise",
+        **_ENCODER_MLP,
         "encoder.layer.*.ffn.*.intermediate.dense": "colwise",  # of MobileBERT, like the next one
         "encoder.layer.*.ffn.*.output.dense": "rowwise",
     },
-    heads=("cls.predictions.decoder", "lm_head.decoder", "generator_lm_head"),
+    heads=_BERT_HEADS,
 )
 
 _CONVNEXT = PlanTable(
@@ -151,18 +146,14 @@ _CONVNEXT = PlanTable(
 )
 
 _CPMANT = PlanTable(
-    plan={
-        **{f"encoder.layers.*.ffn.ffn.w_in.{name}": "colwise" for name in ("w_0", "w_1")},
-        "encoder.layers.*.ffn.ffn.w_out": "rowwise",
-    }
+    plan={"encoder.layers.*.ffn.ffn.w_in.{w_0,w_1}": "colwise", "encoder.layers.*.ffn.ffn.w_out": "rowwise"}
 )
 
 _DATA2VEC_VISION = PlanTable(
     plan={
-        **{f"encoder.layer.*.attention.attention.{name}": "colwise" for name in ("query", "key", "value")},
+        "encoder.layer.*.attention.attention.{query,key,value}": "colwise",
         "encoder.layer.*.attention.output.dense": "rowwise",
-        "encoder.layer.*.intermediate.dense": "colwise",
-        "encoder.layer.*.output.dense": "rowwise",
+        **_ENCODER_MLP,
     },
     heads=(),
 )
@@ -178,10 +169,9 @@ _DONUT_SWIN = PlanTable(
 _GPT2 = PlanTable(
     plan={
         "h.*.attn.c_attn": "packed_colwise:3",
-        "h.*.attn.c_proj": "rowwise",
         "h.*.crossattention.c_attn": "packed_colwise:2",
         "h.*.crossattention.q_attn": "colwise",
-        "h.*.crossattention.c_proj": "rowwise",
+        "h.*.{attn,crossattention}.c_proj": "rowwise",
         "h.*.mlp.c_fc": "colwise",
         "h.*.mlp.c_proj": "rowwise",
     }
@@ -190,17 +180,18 @@ _GPT2 = PlanTable(
 _MOBILEBERT = replace(_FEED_FORWARD, heads=())  # the weight of its head is put together from two parameters
 
 _MOBILEVIT = PlanTable(
-    plan={key.replace("encoder.layer.*", "encoder.layer.*.transformer.layer.*"): style
-          for key, style in _DATA2VEC_VISION.plan.items()},
+    plan={
+        key.replace("encoder.layer.*", "encoder.layer.*.transformer.layer.*"): style
+        for key, style in _DATA2VEC_VISION.plan.items()
+    },
     heads=(),
-)  # fmt: skip
+)
 
 _MPNET = PlanTable(
     plan={
-        **{f"encoder.layer.*.attention.attn.{name}": "colwise" for name in ("q", "k", "v")},
+        "encoder.layer.*.attention.attn.{q,k,v}": "colwise",
         "encoder.layer.*.attention.attn.o": "rowwise",
-        "encoder.layer.*.intermediate.dense": "colwise",
-        "encoder.layer.*.output.dense": "rowwise",
+        **_ENCODER_MLP,
         "encoder.relative_attention_bias": "replicated_with_grad_allreduce",
     },
     heads=("lm_head.decoder",),
@@ -219,7 +210,7 @@ _MPT = PlanTable(
 
 _OPT = PlanTable(
     plan={
-        **{f"decoder.layers.*.self_attn.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj")},
+        "decoder.layers.*.self_attn.{q_proj,k_proj,v_proj}": "colwise",
         "decoder.layers.*.self_attn.out_proj": "rowwise",
         "decoder.layers.*.fc1": "colwise",
         "decoder.layers.*.fc2": "rowwise",
@@ -234,13 +225,7 @@ _REFORMER = PlanTable(
     heads=("lm_head.decoder",),
 )
 
-_SEW_D = PlanTable(
-    plan={
-        "encoder.encoder.layer.*.intermediate.dense": "colwise",
-        "encoder.encoder.layer.*.output.dense": "rowwise",
-    },
-    heads=(),
-)
+_SEW_D = PlanTable(plan={f"encoder.{key}": style for key, style in _ENCODER_MLP.items()}, heads=())
 
 # Attention of the encoder takes embeddings of relative positions.
 _SPEECHT5 = PlanTable(
@@ -254,21 +239,17 @@ _SPEECHT5 = PlanTable(
 
 _T5 = PlanTable(
     plan={
-        **{f"{side}.block.*.layer.*.{kind}.{name}": "colwise" for side in ("encoder", "decoder")
-           for kind in ("SelfAttention", "EncDecAttention") for name in ("q", "k", "v")},
-        **{f"{side}.block.*.layer.*.{kind}.o": "rowwise" for side in ("encoder", "decoder")
-           for kind in ("SelfAttention", "EncDecAttention")},
-        **{f"{side}.block.*.layer.*.SelfAttention.relative_attention_bias": "embedding_colwise"
-           for side in ("encoder", "decoder")},
-        **{f"{side}.block.*.layer.*.DenseReluDense.{name}": "colwise" for side in ("encoder", "decoder")
-           for name in ("wi", "wi_0", "wi_1")},
-        **{f"{side}.block.*.layer.*.DenseReluDense.wo": "rowwise" for side in ("encoder", "decoder")},
+        "{encoder,decoder}.block.*.layer.*.{SelfAttention,EncDecAttention}.{q,k,v}": "colwise",
+        "{encoder,decoder}.block.*.layer.*.{SelfAttention,EncDecAttention}.o": "rowwise",
+        "{encoder,decoder}.block.*.layer.*.SelfAttention.relative_attention_bias": "embedding_colwise",
+        "{encoder,decoder}.block.*.layer.*.DenseReluDense.{wi,wi_0,wi_1}": "colwise",
+        "{encoder,decoder}.block.*.layer.*.DenseReluDense.wo": "rowwise",
     }
-)  # fmt: skip
+)
 
 _VIT = PlanTable(
     plan={
-        **{f"layers.*.attention.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj")},
+        "layers.*.attention.{q_proj,k_proj,v_proj}": "colwise",
         "layers.*.attention.o_proj": "rowwise",
         "layers.*.mlp.fc1": "colwise",
         "layers.*.mlp.fc2": "rowwise",
@@ -295,15 +276,13 @@ _FALCON = PlanTable(
 
 _WHISPER = PlanTable(
     plan={
-        **{f"{side}.layers.*.{kind}.{name}": "colwise" for side in ("encoder", "decoder")
-           for kind in ("self_attn", "encoder_attn") for name in ("q_proj", "k_proj", "v_proj")},
-        **{f"{side}.layers.*.{kind}.out_proj": "rowwise" for side in ("encoder", "decoder")
-           for kind in ("self_attn", "encoder_attn")},
-        **{f"{side}.layers.*.fc1": "colwise" for side in ("encoder", "decoder")},
-        **{f"{side}.layers.*.fc2": "rowwise" for side in ("encoder", "decoder")},
+        "{encoder,decoder}.layers.*.{self_attn,encoder_attn}.{q_proj,k_proj,v_proj}": "colwise",
+        "{encoder,decoder}.layers.*.{self_attn,encoder_attn}.out_proj": "rowwise",
+        "{encoder,decoder}.layers.*.fc1": "colwise",
+        "{encoder,decoder}.layers.*.fc2": "rowwise",
     },
     heads=("proj_out", "lm_head"),
-)  # fmt: skip
+)
 
 TABLES: Mapping[str, PlanTable] = {
     **dict.fromkeys(
@@ -348,13 +327,14 @@ def table_plan(model: nn.Module) -> PartialPlan | None:
     styles: dict[str, Style] = {}
     arguments: list[ShardedArgument] = []
     kinds = []
-    for name, module, config in _models_of_types(model, TABLES):
+    for name, module, config in pretrained_models(model, types=TABLES):
         table = TABLES[config.model_type]
         prefix = f"{name}." if name else ""
         patterns = {**table.plan, **(table.customize(config) if table.customize else {})}
         names = [key for key, _ in module.named_modules()]
         base = str(getattr(module, "base_model_prefix", ""))
-        found, _ = match_names({key: read_style(key, style) for key, style in patterns.items()}, names, base)
+        given = {key: read_style(key, style) for several, style in patterns.items() for key in _spelled_out(several)}
+        found, _ = match_names(given, names, base)
         found |= {key: Style("vocab_head") for key in names if key in table.heads}
         styles.update({f"{prefix}{key}": style for key, style in found.items()})
         arguments.extend(_arguments_of(module, table, config, prefix))
@@ -363,6 +343,12 @@ def table_plan(model: nn.Module) -> PartialPlan | None:
         return None
     source = f"the table for models of type {', '.join(kinds)}"
     return PartialPlan(styles=styles, source=source, arguments=tuple(arguments))
+
+
+def _spelled_out(pattern: str) -> Iterator[str]:
+    """Yield the patterns that one with alternatives is short for."""
+    parts = re.split(r"{(.*?)}", pattern)
+    yield from map("".join, itertools.product(*(part.split(",") for part in parts)))
 
 
 def _arguments_of(module: nn.Module, table: PlanTable, config: Any, prefix: str) -> list[ShardedArgument]:

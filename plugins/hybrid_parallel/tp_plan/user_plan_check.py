@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -24,22 +24,23 @@ from .equivalence_check import (
     sample_inputs,
     shard_layer,
 )
-from .plan import AttributeChange, PlannedEntry, TensorParallelPlan, feature_sizes, generalize
-from .validate import CLOSING_STYLES, OPEN_STYLES, nearby_entries
+from .plan import (
+    CLOSING_STYLES,
+    OPEN_STYLES,
+    SHARDED_STYLES,
+    AttributeChange,
+    PlannedEntry,
+    TensorParallelPlan,
+    feature_sizes,
+    generalize,
+)
+from .validate import nearby_entries
 
 _SHARDED_OUTPUT = OPEN_STYLES | {"embedding_colwise"}
-_UNSHARDED_BOUNDARY = frozenset(  # styles with the same inputs and outputs as without sharding
-    {
-        "colwise_gather_output",
-        "embedding_colwise_gather_output",
-        "replicated",
-        "replicated_with_grad_allreduce",
-        "rowwise_split_input",
-        "sequence",
-        "vocab",
-        "vocab_head",
-    }
-)
+# Styles with the same inputs and outputs as without sharding.
+_UNSHARDED_BOUNDARY = (SHARDED_STYLES - _SHARDED_OUTPUT - CLOSING_STYLES) | {
+    *("replicated", "replicated_with_grad_allreduce", "sequence")
+}
 # A module may compute in single precision internally, and matmuls of other sizes round differently. The error of a
 # wrong split is as large as the values themselves, as weights and inputs are random.
 _USER_PLAN_TOLERANCE = 1e-4
@@ -193,7 +194,7 @@ def _find_mismatch(
         if entry.style in _SHARDED_OUTPUT:
             shard_layer(layer, entry.style, entry.blocks, num_ranks, rank)
         elif entry.style in CLOSING_STYLES and reference.calls[entry.name]:
-            layer.forward = _ReducedRow(entry, reference.calls[entry.name], mismatches, num_ranks, rank)  # type: ignore[assignment]
+            layer.forward = _reduced_row(entry, reference.calls[entry.name], mismatches, num_ranks, rank)
     for change in module_plan.attributes:
         value = change.local_value(num_ranks, rank)
         setattr(module.get_submodule(change.module), change.attribute, value)
@@ -210,34 +211,29 @@ def _find_mismatch(
     )
 
 
-class _ReducedRow:
-    """Replacement of a row-parallel layer's forward: checks its input, and returns the recorded output."""
+def _reduced_row(
+    entry: PlannedEntry,
+    calls: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    mismatches: list[str],
+    num_ranks: int,
+    rank: int,
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a row-parallel layer's forward that checks its input, and returns the recorded output."""
+    remaining = iter(calls)
 
-    def __init__(
-        self,
-        entry: PlannedEntry,
-        calls: list[tuple[torch.Tensor, torch.Tensor]],
-        mismatches: list[str],
-        num_ranks: int,
-        rank: int,
-    ) -> None:
-        self._entry = entry
-        self._calls: Iterator[tuple[torch.Tensor, torch.Tensor]] = iter(calls)
-        self._mismatches = mismatches
-        self._ranks = num_ranks, rank
-
-    def __call__(self, given: torch.Tensor) -> torch.Tensor:
-        reference, output = next(self._calls)
-        spec = sharded_spec(reference.shape, reference.ndim - 1, self._entry.blocks, *self._ranks)
-        expected = spec.shard(reference)
+    def forward(given: torch.Tensor) -> torch.Tensor:
+        reference, output = next(remaining)
+        expected = sharded_spec(reference.shape, reference.ndim - 1, entry.blocks, num_ranks, rank).shard(reference)
         if not all_close(given, expected, _USER_PLAN_TOLERANCE):
-            row = f"{self._entry.name!r} ({self._entry.style})"
+            row = f"{entry.name!r} ({entry.style})"
             mismatch = f"{row} does not get its rank's features of its input in the unsharded module"
             if given.shape[-1:] == reference.shape[-1:] != expected.shape[-1:]:
                 count = reference.shape[-1]
                 mismatch = f"{row} gets all {count} features, which no colwise layer before it has sharded"
-            self._mismatches.append(mismatch)
+            mismatches.append(mismatch)
         return output
+
+    return forward
 
 
 def _raise_mismatch(name: str, module: nn.Module, module_plan: _ModulePlan, mismatch: str, tp_size: int) -> None:

@@ -12,7 +12,10 @@ from booster.plugins.hybrid_parallel.tensor_parallel.linear import is_linear, is
 from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import local_sizes
 
 from .plan import (
+    CLOSING_STYLES,
     COLUMN_STYLES,
+    FEATURE_STYLES,
+    OPEN_STYLES,
     ROW_STYLES,
     PlannedEntry,
     Style,
@@ -20,14 +23,7 @@ from .plan import (
     feature_sizes,
 )
 
-_EMBEDDING_STYLES = frozenset({"embedding_colwise", "embedding_colwise_gather_output"})
-_PARAMETER_STYLES = frozenset(
-    {"colwise", "packed_colwise", "rowwise", "packed_rowwise", "replicated", "replicated_with_grad_allreduce"}
-)
-OPEN_STYLES = frozenset({"colwise", "packed_colwise"})
-"""Styles whose output stays sharded."""
-CLOSING_STYLES = frozenset({"rowwise", "packed_rowwise"})
-"""Styles with a sharded input and a reduced output."""
+_PARAMETER_STYLES = OPEN_STYLES | CLOSING_STYLES | {"replicated", "replicated_with_grad_allreduce"}
 
 
 def check_styles(model: nn.Module, styles: Mapping[str, Style]) -> None:
@@ -77,7 +73,7 @@ def _check_module(name: str, style: Style, module: nn.Module) -> None:
         _raise_unsupported(name, style, kind, "an nn.Linear")
     if style.name == "vocab" and not isinstance(module, (nn.Embedding, nn.Linear)):
         _raise_unsupported(name, style, kind, "an nn.Embedding, or the nn.Linear that computes logits")
-    if style.name in _EMBEDDING_STYLES and not isinstance(module, nn.Embedding):
+    if style.name in FEATURE_STYLES and not isinstance(module, nn.Embedding):
         _raise_unsupported(name, style, kind, "an nn.Embedding")
 
 

@@ -49,6 +49,7 @@ class StageAction:
     sends: Message | None
 
 
+@lru_cache(maxsize=256)
 def action_list(
     schedule: PipelineSchedule,
     stage: int,
@@ -57,7 +58,7 @@ def action_list(
     num_chunks: int,
     *,
     forward_only: bool = False,
-) -> list[StageAction]:
+) -> tuple[StageAction, ...]:
     """Return the actions of a stage in a step, with their messages. No communication.
 
     Args:
@@ -71,7 +72,13 @@ def action_list(
     Raises:
         ConfigError: The schedule does not support these numbers.
     """
-    return list(_action_list(schedule, stage, num_stages, num_microbatches, num_chunks, forward_only))
+    schedule.check(num_stages, num_microbatches, num_chunks)
+    stages = stages_by_position(schedule, num_stages, num_chunks)
+    order = schedule.forward_order if forward_only else schedule.order
+    return tuple(
+        _stage_action(action, schedule.position(stage, action.chunk, num_stages), stages)
+        for action in order(stage, num_stages, num_microbatches, num_chunks)
+    )
 
 
 def incoming_messages(
@@ -95,7 +102,7 @@ def incoming_messages(
             senders.update(stages[max(position - 1, 0) : position + 2])
     messages: dict[int, list[Message]] = {}
     for sender in sorted(senders - {stage}):
-        steps = _action_list(schedule, sender, num_stages, num_microbatches, num_chunks, forward_only)
+        steps = action_list(schedule, sender, num_stages, num_microbatches, num_chunks, forward_only=forward_only)
         sent = [step.sends for step in steps if step.sends is not None and step.sends.receiver == stage]
         if sent:
             messages[sender] = sent
@@ -106,25 +113,6 @@ def incoming_messages(
 def stages_by_position(schedule: PipelineSchedule, num_stages: int, num_chunks: int) -> tuple[int, ...]:
     """Return the stage of each position, first to last."""
     return tuple(schedule.place(position, num_stages)[0] for position in range(num_stages * num_chunks))
-
-
-@lru_cache(maxsize=256)
-def _action_list(
-    schedule: PipelineSchedule,
-    stage: int,
-    num_stages: int,
-    num_microbatches: int,
-    num_chunks: int,
-    forward_only: bool,
-) -> tuple[StageAction, ...]:
-    schedule.check(num_stages, num_microbatches, num_chunks)
-    stages = stages_by_position(schedule, num_stages, num_chunks)
-    actions = (schedule.forward_order if forward_only else schedule.order)(
-        stage, num_stages, num_microbatches, num_chunks
-    )
-    return tuple(
-        _stage_action(action, schedule.position(stage, action.chunk, num_stages), stages) for action in actions
-    )
 
 
 def _stage_action(action: Action, position: int, stages: tuple[int, ...]) -> StageAction:

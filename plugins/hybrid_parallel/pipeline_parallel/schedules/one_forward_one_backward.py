@@ -71,7 +71,7 @@ class Interleaved(PipelineSchedule):
             ]
             first += size
         # The first gradient comes when the first microbatch has gone through all chunks of all stages. Until a stage
-        # gets it, the later stages do two works for each stage in between, a forward and a backward.
+        # gets it, the later stages do two actions for each stage in between, a forward and a backward.
         return _interleave(forwards, backwards, (num_chunks - 1) * sizes[0] + 2 * (num_stages - stage - 1))
 
 

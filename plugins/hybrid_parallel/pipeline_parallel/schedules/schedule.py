@@ -111,8 +111,8 @@ class PipelineSchedule(ABC):
 
     def forward_order(self, stage: int, num_stages: int, num_microbatches: int, num_chunks: int) -> list[Action]:
         """Return the actions of a stage in evaluation; by default the `FORWARD`s of `order`."""
-        works = self.order(stage, num_stages, num_microbatches, num_chunks)
-        return [work for work in works if work.kind is ActionKind.FORWARD]
+        actions = self.order(stage, num_stages, num_microbatches, num_chunks)
+        return [action for action in actions if action.kind is ActionKind.FORWARD]
 
 
 _SCHEDULES: dict[str, type[PipelineSchedule]] = {}

@@ -86,22 +86,22 @@ def simulate(
     Raises:
         ConfigError: The schedule does not support these numbers, or deadlocks.
     """
-    programs = [
+    action_lists = [
         action_list(schedule, stage, num_stages, num_microbatches, num_chunks, forward_only=forward_only)
         for stage in range(num_stages)
     ]
     cost = {kind: _cost(schedule, costs, kind) / num_chunks for kind in ActionKind}
-    starts = _Simulation(programs, cost, costs.message).starts()
-    ends = [start + cost[work.kind] for (_, work), start in starts.items()]
+    starts = _Simulation(action_lists, cost, costs.message).starts()
+    ends = [start + cost[action.kind] for (_, action), start in starts.items()]
     length = max(ends, default=0.0) - min(starts.values(), default=0.0)
-    busy = tuple(sum(cost[step.action.kind] for step in steps) for steps in programs)
+    busy = tuple(sum(cost[step.action.kind] for step in steps) for steps in action_lists)
     last = ActionKind.BACKWARD_WEIGHT if schedule.defers_weights else ActionKind.BACKWARD
     return Timeline(
         length=length,
         busy=busy,
         bubble_fraction=1.0 - sum(busy) / (num_stages * length) if length else 0.0,
-        peak_live=tuple(0 if forward_only else _peak(steps, ActionKind.BACKWARD) for steps in programs),
-        peak_pending=tuple(0 if forward_only else _peak(steps, last) for steps in programs),
+        peak_live=tuple(0 if forward_only else _peak(steps, ActionKind.BACKWARD) for steps in action_lists),
+        peak_pending=tuple(0 if forward_only else _peak(steps, last) for steps in action_lists),
         starts=starts,
     )
 
@@ -139,13 +139,13 @@ class _Simulation:
     """State of a simulation: progress of each stage, finished actions, and blocked stages."""
 
     def __init__(
-        self, programs: Sequence[Sequence[StageAction]], cost: dict[ActionKind, float], message: float
+        self, action_lists: Sequence[Sequence[StageAction]], cost: dict[ActionKind, float], message: float
     ) -> None:
-        self._programs = programs
+        self._action_lists = action_lists
         self._cost = cost
         self._message = message
-        self._next = [0] * len(programs)
-        self._free = [0.0] * len(programs)
+        self._next = [0] * len(action_lists)
+        self._free = [0.0] * len(action_lists)
         self._done: dict[_Result, float] = {}
         self._blocked: dict[_Result, list[int]] = {}
         self._starts: dict[tuple[int, Action], float] = {}
@@ -153,7 +153,7 @@ class _Simulation:
     def starts(self) -> dict[tuple[int, Action], float]:
         # A stage advances until an input is missing, and is resumed by the action that produces it. So each action is
         # visited once, and once more for each input that it had to wait for.
-        ready = list(range(len(self._programs)))
+        ready = list(range(len(self._action_lists)))
         while ready:
             self._advance(ready.pop(), ready)
         if any(self._blocked.values()):
@@ -161,7 +161,7 @@ class _Simulation:
         return self._starts
 
     def _advance(self, stage: int, ready: list[int]) -> None:
-        steps = self._programs[stage]
+        steps = self._action_lists[stage]
         while self._next[stage] < len(steps):
             step = steps[self._next[stage]]
             start = self._free[stage]
@@ -179,21 +179,21 @@ class _Simulation:
             ready.extend(self._blocked.pop(result, ()))
 
     def _needs(self, step: StageAction) -> list[tuple[_Result, float]]:
-        work = step.action
+        action = step.action
         needs = []
-        if work.kind is ActionKind.BACKWARD:
-            needs.append(((ActionKind.FORWARD, work.microbatch, step.position), 0.0))
-        elif work.kind is ActionKind.BACKWARD_WEIGHT:
-            needs.append(((ActionKind.BACKWARD, work.microbatch, step.position), 0.0))
+        if action.kind is ActionKind.BACKWARD:
+            needs.append(((ActionKind.FORWARD, action.microbatch, step.position), 0.0))
+        elif action.kind is ActionKind.BACKWARD_WEIGHT:
+            needs.append(((ActionKind.BACKWARD, action.microbatch, step.position), 0.0))
         if step.receives is not None:
             before = step.position + (1 if step.receives.is_gradient else -1)
             delay = self._message if step.receives.sender != step.receives.receiver else 0.0
-            needs.append(((work.kind, work.microbatch, before), delay))
+            needs.append(((action.kind, action.microbatch, before), delay))
         return needs
 
     def _describe_stuck(self) -> str:
         stuck = [
-            f"stage {stage} waits before {self._programs[stage][self._next[stage]].action} for {result[0].value} of"
+            f"stage {stage} waits before {self._action_lists[stage][self._next[stage]].action} for {result[0].value} of"
             f" microbatch {result[1]} at position {result[2]}"
             for result, stages in self._blocked.items()
             for stage in stages
@@ -201,7 +201,7 @@ class _Simulation:
         more = f", and {len(stuck) - _MAX_NAMED} more" if len(stuck) > _MAX_NAMED else ""
         return (
             f"the orders of this schedule wait for each other and never end: {', '.join(stuck[:_MAX_NAMED])}{more}: let"
-            " order() put each work behind what it needs, on all stages together"
+            " order() put each action behind what it needs, on all stages together"
         )
 
 

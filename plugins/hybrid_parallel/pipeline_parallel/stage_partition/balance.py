@@ -31,24 +31,29 @@ def partition_layers(
         model: The user's full model; it may be on the meta device.
         plan: Stage plan of the model.
         num_positions: Number of chunks: stages times chunks per stage.
-        num_layers_per_stage: Number of layers of each chunk, by position, instead.
+        num_layers_per_stage: Number of layers of each chunk, by position, instead; checked by `PipelineArguments`.
 
     Raises:
-        ConfigError: There are fewer layers than chunks, or the arguments do not match the model.
+        ConfigError: There are fewer layers than chunks, or the numbers do not add up to the model's layers.
     """
-    num_units = len(plan.layers)
+    num_layers = len(plan.layers)
     if num_layers_per_stage is not None:
-        return _given_bounds(plan, num_positions, num_layers_per_stage)
+        if sum(num_layers_per_stage) != num_layers:
+            raise ConfigError(
+                f"num_layers_per_stage={num_layers_per_stage!r} adds up to {sum(num_layers_per_stage)} layers, but the"
+                f" model has {num_layers} ({listed(plan.layers)}): give {num_positions} numbers whose sum is"
+                f" {num_layers}"
+            )
+        return (0, *accumulate(num_layers_per_stage))
     if plan.bounds is not None:
-        _check_split(plan.bounds, num_positions)
         return plan.bounds
-    if num_units < num_positions:
+    if num_layers < num_positions:
         raise ConfigError(
-            f"the model has {num_units} layers to divide ({listed(plan.layers)}), but the pipeline has {num_positions}"
+            f"the model has {num_layers} layers to divide ({listed(plan.layers)}), but the pipeline has {num_positions}"
             f" places (pp_size x num_model_chunks), each of which needs at least one: make that product at most"
-            f" {num_units}, or name smaller modules with split= or execution_sequence="
+            f" {num_layers}, or name smaller modules with split= or execution_sequence="
         )
-    return _optimal_bounds(_prefix_costs(model, plan), num_units, num_positions)
+    return _optimal_bounds(_prefix_costs(model, plan), num_layers, num_positions)
 
 
 def layer_costs(model: nn.Module, plan: StagePlan) -> list[float]:
@@ -72,74 +77,38 @@ def chunk_costs(model: nn.Module, plan: StagePlan, bounds: tuple[int, ...]) -> l
     return [prefix[end] - prefix[start] for start, end in pairwise(bounds)]
 
 
-def position_of_gap(gap: int, bounds: tuple[int, ...]) -> int:
-    """Return the position of the chunk that runs a gap: that of the next layer, or the last one."""
-    last = len(bounds) - 2
-    return next((position for position in range(last) if gap < bounds[position + 1]), last)
-
-
 def _prefix_costs(model: nn.Module, plan: StagePlan) -> list[float]:
     """Return the prefix sums of the costs of layers and gaps: those up to each layer, from 0."""
     gaps = gap_costs(model, plan)
-    own = [unit + gap for unit, gap in zip(layer_costs(model, plan), gaps[:-1], strict=True)]
+    own = [layer + gap for layer, gap in zip(layer_costs(model, plan), gaps[:-1], strict=True)]
     own[-1] += gaps[-1]
     return [0.0, *accumulate(own)]
 
 
-def _optimal_bounds(prefix: list[float], num_units: int, num_chunks: int) -> tuple[int, ...]:
+def _optimal_bounds(prefix: list[float], num_layers: int, num_chunks: int) -> tuple[int, ...]:
     """Return the optimal partition by dynamic programming, in layers^2 * chunks steps."""
     # Smallest maximum cost of the layers from `start` on, by number of chunks.
-    largest = {(num_units, 0): 0.0}
+    largest = {(num_layers, 0): 0.0}
     for chunks in range(1, num_chunks + 1):
-        for start in range(num_units - chunks, -1, -1):
+        for start in range(num_layers - chunks, -1, -1):
             largest[start, chunks] = min(
                 max(prefix[end] - prefix[start], largest[end, chunks - 1])
-                for end in range(start + 1, num_units + 1)
+                for end in range(start + 1, num_layers + 1)
                 if (end, chunks - 1) in largest
             )
     limit = largest[0, num_chunks]
     # Among partitions within that limit: least sum of squared layer counts, then least counts from the first on.
-    best: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {(num_units, 0): (0, ())}
+    best: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {(num_layers, 0): (0, ())}
     for chunks in range(1, num_chunks + 1):
-        for start in range(num_units - chunks, -1, -1):
+        for start in range(num_layers - chunks, -1, -1):
             options = [
                 (best[end, chunks - 1][0] + (end - start) ** 2, (end - start, *best[end, chunks - 1][1]))
-                for end in range(start + 1, num_units + 1)
+                for end in range(start + 1, num_layers + 1)
                 if (end, chunks - 1) in best and prefix[end] - prefix[start] <= limit
             ]
             if options:
                 best[start, chunks] = min(options)
     return (0, *accumulate(best[0, num_chunks][1]))
-
-
-def _given_bounds(plan: StagePlan, num_positions: int, numbers: Sequence[int]) -> tuple[int, ...]:
-    num_units = len(plan.layers)
-    given = f"num_layers_per_stage={numbers!r}"
-    if plan.bounds is not None:
-        raise ConfigError(f"{given} and split= both say where stages begin: give one of them")
-    if isinstance(numbers, str) or not all(type(one) is int and one >= 1 for one in numbers):
-        raise ConfigError(f"{given} is not a list of numbers of layers, each at least 1: give {num_positions} of them")
-    if len(numbers) != num_positions:
-        raise ConfigError(
-            f"{given} has {len(numbers)} numbers, but the pipeline has {num_positions} places (pp_size x"
-            " num_model_chunks): give one number for each, in the order of the model"
-        )
-    if sum(numbers) != num_units:
-        raise ConfigError(
-            f"{given} adds up to {sum(numbers)} layers, but the model has {num_units} ({listed(plan.layers)}): give"
-            f" {num_positions} numbers whose sum is {num_units}"
-        )
-    return (0, *accumulate(numbers))
-
-
-def _check_split(bounds: tuple[int, ...], num_positions: int) -> None:
-    num_chunks = len(bounds) - 1
-    if num_chunks != num_positions:
-        raise ConfigError(
-            f"split= names {num_chunks - 1} modules, which makes {num_chunks} model chunks, but the pipeline has"
-            f" {num_positions} places (pp_size x num_model_chunks): name the {num_positions - 1} modules at which the"
-            " second and later ones begin"
-        )
 
 
 def _cost(module: nn.Module, share_of_experts: float) -> float:

@@ -98,7 +98,7 @@ UNSPLITTABLE: Mapping[str, str] = {
 # - an `nn.Sequential` that is the full model;
 # - the traced forward (torch.fx), unless it depends on values: it shows whether all data flow passes through a module;
 # - lists of layers by structure (see `find_stacks`): those of an encoder and a decoder, or the only one, or the one
-#   with the most parameters. Other lists then belong to a gap; outputs of those before the layers are carried;
+#   with the most parameters. Other lists then belong to a gap; outputs of those before the layers are sent on;
 # - a list, of layers of several classes, as long as transformers' configuration says;
 # - an `nn.Sequential` with most of the model's parameters.
 
@@ -197,17 +197,17 @@ def _planned_chain(model: nn.Module, stacks: tuple[tuple[str, ...], ...]) -> Lay
         planned = [items for items in planned if items]
         if len(planned) != 1:
             continue
-        units = planned[0]
+        layers = planned[0]
         # Only siblings of the layers: a head, which the class adds to the plan of its base model, comes first there.
-        above = _parent(units).rpartition(".")[0]
+        above = _parent(layers).rpartition(".")[0]
         beside = [key for key in keys if key.rpartition(".")[0] == above]
-        place = beside.index(_parent(units))
-        known: dict[str, int | None] = {key: 0 if at < place else len(units) for at, key in enumerate(beside)}
+        place = beside.index(_parent(layers))
+        known: dict[str, int | None] = {key: 0 if at < place else len(layers) for at, key in enumerate(beside)}
         return LayerChain(
-            layers=units,
+            layers=layers,
             source=f"the pipeline plan of {type(module).__name__} ({config.model_type})",
             known_gaps=known,
-            side_branches=tuple(layer for stack in stacks if stack != units for layer in stack),
+            side_branches=tuple(layer for stack in stacks if stack != layers for layer in stack),
         )
     return None
 
@@ -218,11 +218,13 @@ def _traced_chain(
     """Return the lists that are chains in the traced forward: of layers, otherwise of any modules."""
     for candidates in (stacks, lists):
         proven = [items for items in candidates if trace.is_chain(items)]
-        units = _merge_lists(model, trace, proven)
-        if units:
-            source = f"{', '.join(dict.fromkeys(_parent((unit,)) for unit in units))}, as the model's forward runs them"
-            return LayerChain(layers=units, source=source, known_gaps=trace.gaps(units))
-    if (pair := _encoder_and_decoder(model, stacks)) is not None:
+        layers = _merge_lists(model, trace, proven)
+        if layers:
+            source = (
+                f"{', '.join(dict.fromkeys(_parent((layer,)) for layer in layers))}, as the model's forward runs them"
+            )
+            return LayerChain(layers=layers, source=source, known_gaps=trace.gaps(layers))
+    if (pair := _encoder_and_decoder(stacks)) is not None:
         return pair
     for items in (*stacks, *lists):
         places = [trace.order(item) for item in items] if trace.runs_once(items) else []
@@ -240,17 +242,17 @@ def _traced_chain(
 def _merge_lists(model: nn.Module, trace: Trace, lists: list[tuple[str, ...]]) -> tuple[str, ...]:
     """Return the items of lists in order of execution; drops small lists until a split is possible after each item."""
     while lists:
-        units = tuple(sorted((item for items in lists for item in items), key=trace.order))
-        blocked = next((unit for unit in units[:-1] if not trace.may_split_after(unit)), None)
+        layers = tuple(sorted((item for items in lists for item in items), key=trace.order))
+        blocked = next((layer for layer in layers[:-1] if not trace.may_split_after(layer)), None)
         if blocked is None:
-            return units
+            return layers
         behind = [items for items in lists if blocked in items or trace.order(items[-1]) > trace.order(blocked)]
         lists = [items for items in lists if items != min(behind, key=lambda items: _num_parameters(model, items))]
     return ()
 
 
 def _chain_of_stacks(model: nn.Module, stacks: tuple[tuple[str, ...], ...]) -> LayerChain:
-    if (pair := _encoder_and_decoder(model, stacks)) is not None:
+    if (pair := _encoder_and_decoder(stacks)) is not None:
         return pair
     sizes = [_num_parameters(model, stack) for stack in stacks]
     largest = max(sizes)
@@ -260,16 +262,16 @@ def _chain_of_stacks(model: nn.Module, stacks: tuple[tuple[str, ...], ...]) -> L
             f" {' and '.join(_parent(stack) for stack in stacks)}, and it can't be told which of them is to be divided"
             " over stages: say so with split=[names of the modules at which stages begin]"
         )
-    units = stacks[sizes.index(largest)]
-    others = tuple(layer for stack in stacks if stack != units for layer in stack)
+    layers = stacks[sizes.index(largest)]
+    others = tuple(layer for stack in stacks if stack != layers for layer in stack)
     return LayerChain(
-        layers=units,
-        source=f"the layers of {_parent(units)}" + (", the list with the most parameters" if others else ""),
+        layers=layers,
+        source=f"the layers of {_parent(layers)}" + (", the list with the most parameters" if others else ""),
         side_branches=others,
     )
 
 
-def _encoder_and_decoder(model: nn.Module, stacks: tuple[tuple[str, ...], ...]) -> LayerChain | None:
+def _encoder_and_decoder(stacks: tuple[tuple[str, ...], ...]) -> LayerChain | None:
     """Return the chain of two layer lists in sibling modules named as encoder and decoder."""
     for encoder in stacks:
         for decoder in stacks:

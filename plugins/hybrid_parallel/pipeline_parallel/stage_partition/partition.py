@@ -11,34 +11,26 @@ from typing import Any
 from torch import nn
 
 from booster.errors import ConfigError, format_list
-from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import PipelineSchedule
-from booster.plugins.hybrid_parallel.pipeline_parallel.schedules.simulation import simulate
+from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import simulate
+from booster.plugins.hybrid_parallel.tp_plan.plan import aligned
 from booster.plugins.hybrid_parallel.tp_plan.tables import pretrained_models
 
-from .balance import chunk_costs, position_of_gap
+from .balance import chunk_costs
 from .layer_chain import LayerChain, find_chain
-from .stage_plan import StagePlan, listed, parameters_below, shared_parameter_names
+from .stage_plan import StagePartition, StagePlan, listed, parameters_below, shared_parameter_names
 from .tracing import Trace, containers_of, find_gaps, holds_parameters, outside_of, trace_calls
 
 
-def plan_of_sequence(model: nn.Module, sequence: Sequence[str | Callable[..., Any]]) -> StagePlan:
+def _plan_of_sequence(model: nn.Module, sequence: Sequence[str | Callable[..., Any]]) -> StagePlan:
     """Return the stage plan of an execution sequence, whose layers are its modules.
 
     Functions run on the stage of the module before them, leading ones on that of the first module.
-
-    Raises:
-        ConfigError: It has no modules, unknown, repeated or nested ones, or it leaves out parameters.
     """
-    if isinstance(sequence, str) or not all(isinstance(step, str) or callable(step) for step in sequence):
-        raise ConfigError(
-            f"execution_sequence={sequence!r} is not a list of names of modules and functions: give such as"
-            " ['embedding', 'layers.0', 'layers.1', torch.tanh, 'head']"
-        )
     _check_steps(model, sequence)
-    units = tuple(step for step in sequence if isinstance(step, str))
-    _check_names(model, units)
-    _check_complete(model, units)
-    return StagePlan(layers=units, source="the execution sequence that was given", sequence=tuple(sequence))
+    layers = tuple(step for step in sequence if isinstance(step, str))
+    _check_names(model, layers)
+    _check_complete(model, layers)
+    return StagePlan(layers=layers, source="the execution sequence that was given", sequence=tuple(sequence))
 
 
 def _check_steps(model: nn.Module, sequence: Sequence[str | Callable[..., Any]]) -> None:
@@ -53,21 +45,21 @@ def _check_steps(model: nn.Module, sequence: Sequence[str | Callable[..., Any]])
             )
 
 
-def _check_names(model: nn.Module, units: tuple[str, ...]) -> None:
+def _check_names(model: nn.Module, layers: tuple[str, ...]) -> None:
     known = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
-    if not units:
+    if not layers:
         raise ConfigError(
             "execution_sequence has no names of modules, so there is nothing to divide over stages: name the model's"
             f" modules in the order in which they run, such as {known[:3]!r}"
         )
-    _check_known("execution_sequence", units, known)
-    if repeated := [name for name in dict.fromkeys(units) if units.count(name) > 1]:
+    _check_known("execution_sequence", layers, known)
+    if repeated := [name for name in dict.fromkeys(layers) if layers.count(name) > 1]:
         raise ConfigError(
             f"execution_sequence names {', '.join(map(repr, repeated))} more than once, but a module runs on one stage"
             " only: name each once (and give a second place a module of its own)"
         )
-    for name in units:
-        if around := next((other for other in units if name.startswith(f"{other}.")), None):
+    for name in layers:
+        if around := next((other for other in layers if name.startswith(f"{other}.")), None):
             raise ConfigError(
                 f"execution_sequence names {name!r} and {around!r}, which holds it: name the one or the other"
             )
@@ -81,8 +73,8 @@ def _check_known(argument: str, names: Iterable[str], known: list[str]) -> None:
             raise ConfigError(f"{argument} names {name!r}, but the model has no such module: {hint}")
 
 
-def _check_complete(model: nn.Module, units: tuple[str, ...]) -> None:
-    held = {id(parameter) for name in units for _, parameter in parameters_below(model, name)}
+def _check_complete(model: nn.Module, layers: tuple[str, ...]) -> None:
+    held = {id(parameter) for name in layers for _, parameter in parameters_below(model, name)}
     missing = [name for name, parameter in model.named_parameters() if id(parameter) not in held]
     if missing:
         owners = list(dict.fromkeys(name.rpartition(".")[0] or f"the model's own {name}" for name in missing))
@@ -110,7 +102,7 @@ def choose_stage_plan(
         ConfigError: The model has no known layer chain, or the arguments do not match it.
     """
     if execution_sequence is not None:
-        plan = plan_of_sequence(model, execution_sequence)
+        plan = _plan_of_sequence(model, execution_sequence)
     elif split is not None:
         plan = _plan_around(model, _checked_names(model, split))
     else:
@@ -129,9 +121,9 @@ def _plan_of(model: nn.Module, chain: LayerChain) -> StagePlan:
     )
 
 
-def _output_heads(model: nn.Module, units: tuple[str, ...]) -> dict[str, int | None]:
+def _output_heads(model: nn.Module, layers: tuple[str, ...]) -> dict[str, int | None]:
     """Return the gap of the heads of transformers models: after the last layer, wherever they are registered."""
-    containers = containers_of(units)
+    containers = containers_of(layers)
     names = {id(module): name for name, module in model.named_modules()}
     found: dict[str, int | None] = {}
     pretrained: Any
@@ -139,7 +131,7 @@ def _output_heads(model: nn.Module, units: tuple[str, ...]) -> dict[str, int | N
         head = pretrained.get_output_embeddings() if hasattr(pretrained, "get_output_embeddings") else None
         # FSMT returns the embeddings of its decoder, whose weight is that of the head.
         if id(head) in names and not isinstance(head, nn.Embedding) and head is not pretrained.get_input_embeddings():
-            found[outside_of(names[id(head)], containers)] = len(units)
+            found[outside_of(names[id(head)], containers)] = len(layers)
     return found
 
 
@@ -151,36 +143,36 @@ def _side_branch_outputs(side_branches: tuple[str, ...], gaps: Mapping[str, int]
     return {
         name: gap
         for name, gap in gaps.items()
-        if gap < end and any(tower.startswith(f"{name}.") for tower in side_branches)
+        if gap < end and any(layer.startswith(f"{name}.") for layer in side_branches)
     }
 
 
 def _plan_around(model: nn.Module, names: tuple[str, ...]) -> StagePlan:
-    """Return a plan whose units contain the modules of a split."""
+    """Return a plan whose layers contain the modules of a split."""
     try:
         chain = find_chain(model)
     except ConfigError:  # no chain, or an ambiguous one, which the split resolves
         chain = None
     if chain is not None and set(names) <= set(chain.layers):
         return _plan_of(model, chain)
-    units = _siblings(model, names)
-    missing = [name for name in names if name not in units]
+    layers = _siblings(model, names)
+    missing = [name for name in names if name not in layers]
     if missing:
-        known = units if chain is None else chain.layers
+        known = layers if chain is None else chain.layers
         raise ConfigError(
             f"split names {', '.join(map(repr, missing))}, where the model can't be cut: stages can begin at"
             f" {listed(known)}, or at modules that all have the same parent"
         )
     source = f"the children of {_common_parent(names) or 'the model'} that have parameters"
-    trace = trace_calls(model, (units,))
-    if trace is None or not trace.runs_once(units):
+    trace = trace_calls(model, (layers,))
+    if trace is None or not trace.runs_once(layers):
         _check_outside_of_layers(names, () if chain is None else chain.layers)
-        gaps = find_gaps(model, units, {})
-        return StagePlan(layers=units, gaps=gaps, source=f"{source}, in the order in which they are registered")
-    units = tuple(sorted(units, key=trace.order))
-    _check_cuts(units, names, trace)
-    gaps = find_gaps(model, units, trace.gaps(units))
-    return StagePlan(layers=units, gaps=gaps, source=f"{source}, as the model's forward runs them")
+        gaps = find_gaps(model, layers, {})
+        return StagePlan(layers=layers, gaps=gaps, source=f"{source}, in the order in which they are registered")
+    layers = tuple(sorted(layers, key=trace.order))
+    _check_cuts(layers, names, trace)
+    gaps = find_gaps(model, layers, trace.gaps(layers))
+    return StagePlan(layers=layers, gaps=gaps, source=f"{source}, as the model's forward runs them")
 
 
 def _check_outside_of_layers(names: tuple[str, ...], layers: tuple[str, ...]) -> None:
@@ -192,11 +184,11 @@ def _check_outside_of_layers(names: tuple[str, ...], layers: tuple[str, ...]) ->
             )
 
 
-def _check_cuts(units: tuple[str, ...], names: tuple[str, ...], trace: Trace) -> None:
+def _check_cuts(layers: tuple[str, ...], names: tuple[str, ...], trace: Trace) -> None:
     for name in names:
-        before = units[max(units.index(name) - 1, 0)]
-        if name != units[0] and not trace.may_split_after(before):
-            possible = [after for unit, after in pairwise(units) if trace.may_split_after(unit)]
+        before = layers[max(layers.index(name) - 1, 0)]
+        if name != layers[0] and not trace.may_split_after(before):
+            possible = [after for layer, after in pairwise(layers) if trace.may_split_after(layer)]
             raise ConfigError(
                 f"split names {name!r}, but what {trace.bypassing(before)!r} returns goes around {before!r} to what"
                 " comes behind, and only the output of the module before travels from stage to stage: "
@@ -230,11 +222,6 @@ def _common_parent(names: tuple[str, ...]) -> str:
 
 
 def _checked_names(model: nn.Module, split: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(split, str) or not split or not all(isinstance(name, str) for name in split):
-        raise ConfigError(
-            f"split={split!r} is not a list of names: give the names of the modules at which later stages"
-            " begin, such as split=['model.layers.4']"
-        )
     known = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     _check_known("split", split, known)
     if repeated := [name for name in dict.fromkeys(split) if split.count(name) > 1]:
@@ -245,66 +232,54 @@ def _checked_names(model: nn.Module, split: Sequence[str]) -> tuple[str, ...]:
     return tuple(split)
 
 
-def _bounds(units: tuple[str, ...], names: tuple[str, ...]) -> tuple[int, ...]:
-    if unknown := next((name for name in names if name not in units), None):
+def _bounds(layers: tuple[str, ...], names: tuple[str, ...]) -> tuple[int, ...]:
+    if unknown := next((name for name in names if name not in layers), None):
         raise ConfigError(
-            f"split names {unknown!r}, which is not in the execution sequence: stages can begin at {listed(units)}"
+            f"split names {unknown!r}, which is not in the execution sequence: stages can begin at {listed(layers)}"
         )
-    starts = [units.index(name) for name in names]
+    starts = [layers.index(name) for name in names]
     if 0 in starts:
         raise ConfigError(
-            f"split names {units[0]!r}, the first module that can be divided: the first stage begins there anyway, so"
+            f"split names {layers[0]!r}, the first module that can be divided: the first stage begins there anyway, so"
             " leave it out, and name where the second and later stages begin"
         )
     if starts != sorted(starts):
-        in_order = sorted(names, key=units.index)
+        in_order = sorted(names, key=layers.index)
         raise ConfigError(f"split={list(names)!r} is not in the order in which the modules run: write {in_order!r}")
-    return (0, *starts, len(units))
+    return (0, *starts, len(layers))
 
 
 _HEADER = ("stage", "chunk", "layers", "modules outside of them", "parameters", "MiB", "cost")
-_NUM_TEXTS = 4
 
 
-def explain_stages(
-    model: nn.Module,
-    plan: StagePlan,
-    bounds: tuple[int, ...],
-    schedule: PipelineSchedule,
-    num_stages: int,
-    num_chunks: int,
-    num_microbatches: int | None = None,
-) -> str:
-    """Return a stage plan as a table with a line per chunk, in model order.
+def explain_stages(model: nn.Module, partition: StagePartition, num_microbatches: int | None = None) -> str:
+    """Return a partition as a table with a line per chunk, in model order.
 
     Args:
         model: The full model, before it is partitioned.
-        plan: Result of `choose_stage_plan`.
-        bounds: Result of `partition_layers`.
-        schedule: Schedule, which assigns chunks to stages.
-        num_stages: Number of stages.
-        num_chunks: Model chunks per stage.
+        partition: Its partition.
         num_microbatches: Microbatches per step, from which the bubble is computed; optional.
     """
+    plan, bounds = partition.plan, partition.bounds
     costs = chunk_costs(model, plan, bounds)
     total = sum(costs) or 1.0
     rows: list[tuple[str, ...]] = []
     for position, cost in enumerate(costs):
-        stage, chunk = schedule.place(position, num_stages)
-        units = plan.layers[bounds[position] : bounds[position + 1]]
-        outside = [name for name, gap in plan.gaps.items() if position_of_gap(gap, bounds) == position]
-        number, size = _size_of(model, (*units, *outside))
-        span = units[0] if len(units) == 1 else f"{units[0]} .. {units[-1]} ({len(units)})"
+        stage, chunk = partition.schedule.place(position, partition.num_stages)
+        layers = plan.layers[bounds[position] : bounds[position + 1]]
+        outside = [name for name, gap in plan.gaps.items() if partition.position_of_gap(gap) == position]
+        number, size = _size_of(model, (*layers, *outside))
+        span = layers[0] if len(layers) == 1 else f"{layers[0]} .. {layers[-1]} ({len(layers)})"
         rows.append(
             (
                 *(str(stage), str(chunk), span, ", ".join(outside) or "-"),
                 *(f"{number:,}", f"{size / 2**20:,.2f}", f"{cost / total:.1%}"),
             )
         )
-    lines = _aligned([_HEADER, *rows])
+    lines = aligned([_HEADER, *rows], num_texts=4)
     lines.append(f"plan: {plan.source}")
-    lines.append(_schedule_line(schedule, num_stages, num_chunks, num_microbatches))
-    lines.extend(_shared_lines(model, plan, bounds, schedule, num_stages))
+    lines.append(_schedule_line(partition, num_microbatches))
+    lines.extend(_shared_lines(model, partition))
     if plan.skip_outputs:
         lines.append(f"sent on to all later stages: the output of {', '.join(plan.skip_outputs)}")
     return "\n".join(lines)
@@ -317,7 +292,8 @@ def _size_of(model: nn.Module, names: Iterable[str]) -> tuple[int, int]:
     return number, sum(parameter.numel() * parameter.element_size() for parameter in held.values())
 
 
-def _schedule_line(schedule: PipelineSchedule, num_stages: int, num_chunks: int, num_microbatches: int | None) -> str:
+def _schedule_line(partition: StagePartition, num_microbatches: int | None) -> str:
+    schedule, num_stages, num_chunks = partition.schedule, partition.num_stages, partition.num_chunks
     line = f"schedule: {schedule.name}, {num_stages} stages"
     if num_chunks > 1:
         line += f" of {num_chunks} chunks"
@@ -327,32 +303,16 @@ def _schedule_line(schedule: PipelineSchedule, num_stages: int, num_chunks: int,
     return f"{line}, {num_microbatches} microbatches: stages wait {waiting:.1%} of the time if all chunks cost the same"
 
 
-def _shared_lines(
-    model: nn.Module, plan: StagePlan, bounds: tuple[int, ...], schedule: PipelineSchedule, num_stages: int
-) -> list[str]:
+def _shared_lines(model: nn.Module, partition: StagePartition) -> list[str]:
     """Return lines about the parameters on more than one stage."""
     stages: dict[int, set[int]] = {}
-    names: dict[int, list[str]] = {}
-
-    for name, gap in plan.places.items():
-        stage = schedule.place(position_of_gap(gap, bounds), num_stages)[0]
+    names: dict[int, dict[str, None]] = {}
+    for name in partition.plan.places:
         for full, parameter in parameters_below(model, name):
-            stages.setdefault(id(parameter), set()).add(stage)
-            if full not in names.setdefault(id(parameter), []):
-                names[id(parameter)].append(full)
-    lines = [f"held by all stages: {name}" for name in shared_parameter_names(model, plan)]
+            stages.setdefault(id(parameter), set()).update(partition.stages_of(name))
+            names.setdefault(id(parameter), {})[full] = None
+    lines = [f"held by all stages: {name}" for name in shared_parameter_names(model, partition.plan)]
     for key, holders in stages.items():
         if len(holders) > 1:
             lines.append(f"held by stages {', '.join(map(str, sorted(holders)))}: {' = '.join(names[key])}")
     return lines
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
-    return [
-        "  ".join(
-            cell.ljust(widths[column]) if column < _NUM_TEXTS else cell.rjust(widths[column])
-            for column, cell in enumerate(row)
-        )
-        for row in rows
-    ]

@@ -9,18 +9,18 @@ import torch.fx
 from torch import nn
 
 
-def find_gaps(model: nn.Module, units: tuple[str, ...], known: Mapping[str, int | None]) -> dict[str, int]:
+def find_gaps(model: nn.Module, layers: tuple[str, ...], known: Mapping[str, int | None]) -> dict[str, int]:
     """Return the gaps of the outermost modules with parameters and without layers of the chain.
 
     Args:
         model: The user's model.
-        units: Layers, as in `StagePlan`.
+        layers: Layers, as in `StagePlan`.
         known: Gaps of modules with a known order of execution, or None for a module that runs in several gaps.
     """
-    index = {name: number for number, name in enumerate(units)}
-    containers = containers_of(units)
+    index = {name: number for number, name in enumerate(layers)}
+    containers = containers_of(layers)
     # A further name of a layer or of a container of layers has no gap.
-    placed = {id(model.get_submodule(name)) for name in (*units, *containers)}
+    placed = {id(model.get_submodule(name)) for name in (*layers, *containers)}
     gaps: dict[str, int] = {}
     reached = 0
     for name, module in _outermost(model, "", index, containers):
@@ -33,9 +33,9 @@ def find_gaps(model: nn.Module, units: tuple[str, ...], known: Mapping[str, int 
     return gaps
 
 
-def containers_of(units: tuple[str, ...]) -> frozenset[str]:
+def containers_of(layers: tuple[str, ...]) -> frozenset[str]:
     """Return the names of all modules that contain layers of the chain, with the full model ("")."""
-    parts = [name.split(".") for name in units]
+    parts = [name.split(".") for name in layers]
     return frozenset(".".join(one[:length]) for one in parts for length in range(len(one)))
 
 
@@ -58,14 +58,14 @@ def _outermost(
     children = [
         (f"{name}.{key}" if name else key, child) for key, child in module._modules.items() if child is not None
     ]
-    with_units = [one for one in children if one[0] in containers or one[0] in index]
-    first_unit = {
-        full: min(number for unit, number in index.items() if f"{unit}.".startswith(f"{full}."))
-        for full, _ in with_units
+    with_layers = [one for one in children if one[0] in containers or one[0] in index]
+    first_layer = {
+        full: min(number for layer, number in index.items() if f"{layer}.".startswith(f"{full}."))
+        for full, _ in with_layers
     }
-    ordered = iter(sorted(with_units, key=lambda one: first_unit[one[0]]))
+    ordered = iter(sorted(with_layers, key=lambda one: first_layer[one[0]]))
     for own in children:
-        full, child = next(ordered) if own in with_units else own
+        full, child = next(ordered) if own in with_layers else own
         if full in containers:
             yield from _outermost(child, full, index, containers)
         else:
@@ -132,15 +132,15 @@ class Trace:
             value = max((one for one in value.all_input_nodes if self._is_local[one]), key=self._index.__getitem__)
         return str(value.target)
 
-    def gaps(self, units: tuple[str, ...]) -> dict[str, int | None]:
+    def gaps(self, layers: tuple[str, ...]) -> dict[str, int | None]:
         """Return the gap of each module that is called or whose parameters are read, or None if it has several."""
-        ends = [self.order(unit) for unit in units]
+        ends = [self.order(layer) for layer in layers]
         found: dict[str, set[int]] = {}
         for places in (self._calls, self._reads):
             for name, at in places.items():
-                outermost = outside_of(name, containers_of(units))
+                outermost = outside_of(name, containers_of(layers))
                 found.setdefault(outermost, set()).update(sum(end < place for end in ends) for place in at)
-        return {name: gaps.pop() if len(gaps) == 1 else None for name, gaps in found.items() if name not in units}
+        return {name: gaps.pop() if len(gaps) == 1 else None for name, gaps in found.items() if name not in layers}
 
 
 def trace_calls(model: nn.Module, lists: Iterable[tuple[str, ...]]) -> Trace | None:

@@ -1,4 +1,4 @@
-"""Arguments that describe a training to estimate: model, batch, optimizer and ranks."""
+"""Arguments that commands share: their parsers, and what describes a training to estimate."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import ast
 import difflib
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,19 +27,34 @@ models:
 """
 
 
+def add_command(
+    commands: Any, name: str, handle: Callable[[argparse.Namespace], int], **texts: str
+) -> argparse.ArgumentParser:
+    """Add a command, and return its parser. Of an epilog of several lines the line breaks are kept."""
+    keeps_lines = "\n" in texts.get("epilog", "")
+    formatter = argparse.RawDescriptionHelpFormatter if keeps_lines else argparse.HelpFormatter
+    parser: argparse.ArgumentParser = commands.add_parser(name, formatter_class=formatter, **texts)
+    parser.set_defaults(handle=handle)
+    return parser
+
+
+def add_option(parser: Any, *names: str, **settings: Any) -> None:
+    """Add an option, whose names may be written with underscores as well."""
+    spellings = (one for name in names for one in (name, name[:2] + name[2:].replace("-", "_")))
+    parser.add_argument(*dict.fromkeys(spellings), **settings)
+
+
 def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that describe the training, and the device's memory."""
     parser.add_argument("--model", required=True, metavar="MODEL", help="see below")
-    parser.add_argument(
-        "-g", "--nproc", "--num-ranks", "--num_ranks", type=int, default=8, metavar="N", help="ranks of the job (8)"
-    )
+    add_option(parser, "-g", "--nproc", "--num-ranks", type=int, default=8, metavar="N", help="ranks of the job (8)")
     parser.add_argument("--plugin", default="all", metavar="A,B", help="names of plugins; none: one device (all)")
     parser.add_argument(
         "--settings", nargs="+", default=[], metavar="KEY=VALUE", help="arguments of the plugin, if one is named"
     )
-    parser.add_argument(
+    add_option(
+        parser,
         "--mixed-precision",
-        "--mixed_precision",
         metavar="NAME",
         help="mixed precision, or precision of the plugins that have their own (fp32 and bf16)",
     )
@@ -46,56 +62,38 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", default="fp32", choices=["fp32", "bf16", "fp16"], help="dtype of the initialized weights (fp32)"
     )
     parser.add_argument("--batch", type=int, metavar="N", help="batch size per rank (1)")
-    parser.add_argument(
-        "--seq", "--sequence-length", "--sequence_length", type=int, metavar="N", help="sequence length (2048)"
-    )
-    parser.add_argument(
+    add_option(parser, "--seq", "--sequence-length", type=int, metavar="N", help="sequence length (2048)")
+    add_option(
+        parser,
         "--checkpoint-activations",
-        "--checkpoint_activations",
         metavar="POLICY",
         help="activation checkpointing: layers, selective, a budget per rank such as 8GiB, or auto: as little as fits",
     )
-    parser.add_argument(
+    add_option(
+        parser,
         "--gradient-checkpointing",
-        "--gradient_checkpointing",
         dest="checkpoint_activations",
         action="store_const",
         const="layers",
         help="--checkpoint-activations layers",
     )
-    parser.add_argument(
-        "--offload-activations",
-        "--offload_activations",
-        action="store_true",
-        help="offload the inputs of recomputed layers to the host",
-    )
+    text = "offload the inputs of recomputed layers to the host"
+    add_option(parser, "--offload-activations", action="store_true", help=text)
     parser.add_argument("--optimizer", default="AdamW", metavar="NAME", help="class of torch.optim or optim (AdamW)")
-    parser.add_argument(
-        "--optimizer-settings",
-        "--optimizer_settings",
-        nargs="+",
-        default=[],
-        metavar="KEY=VALUE",
-        help="arguments of the optimizer, such as momentum=0.9",
-    )
-    parser.add_argument(
-        "--device-memory", "--device_memory", metavar="SIZE", help="memory per rank, such as 80GiB, to find what fits"
-    )
+    text = "arguments of the optimizer, such as momentum=0.9"
+    add_option(parser, "--optimizer-settings", nargs="+", default=[], metavar="KEY=VALUE", help=text)
+    add_option(parser, "--device-memory", metavar="SIZE", help="memory per rank, such as 80GiB, to find what fits")
     parser.add_argument(
         "--profile", type=Path, metavar="FILE", help="machine profile for step times (this machine's, measured once)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead, sizes in bytes")
 
 
-def check_positive(arguments: argparse.Namespace) -> None:
-    """Raise `ConfigError` unless numbers are positive."""
+def check_training_arguments(arguments: argparse.Namespace) -> None:
+    """Raise `ConfigError` unless numbers are positive, and other arguments fit to --checkpoint-activations auto."""
     for option, number in (("--nproc", arguments.nproc), ("--batch", arguments.batch), ("--seq", arguments.seq)):
         if number is not None and number < 1:
             raise ConfigError(f"{option} {number} is not positive: give a number from 1")
-
-
-def check_activations(arguments: argparse.Namespace) -> None:
-    """Raise `ConfigError` for what --checkpoint-activations auto can't go with."""
     if arguments.checkpoint_activations != "auto":
         return
     if arguments.device_memory is None:
@@ -112,11 +110,7 @@ def check_activations(arguments: argparse.Namespace) -> None:
 
 
 def load_training_model(arguments: argparse.Namespace) -> ModelSource:
-    """Return the model of --model on the meta device, with its batch and activation checkpointing.
-
-    Raises:
-        ConfigError: It can't be made.
-    """
+    """Return the model of --model on the meta device, with its batch and activation checkpointing."""
     import torch
 
     from booster.estimate.candidates import bytes_from_text
@@ -158,11 +152,7 @@ def parse_settings(given: list[str], option: str) -> dict[str, Any]:
 
 
 def find_optimizer(name: str, given: list[str]) -> Any:
-    """Return a function that makes the optimizer of --optimizer from a list of parameters.
-
-    Raises:
-        ConfigError: It is unknown.
-    """
+    """Return a function that makes the optimizer of --optimizer from a list of parameters."""
     import torch
 
     from booster import optim
