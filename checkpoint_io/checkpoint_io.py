@@ -29,7 +29,8 @@ from .saving.part import CheckpointPart, model_part, optimizer_part, optimizer_v
 from .saving.save import Saver, SaveRequest, explain_missing_parents
 from .storage import FakeStorage, Storage
 from .training_state.document import scheduler_document, scheduler_state
-from .training_state.save_load import TrainingStateIO
+from .training_state.load import load_training_state
+from .training_state.save import TrainingStateSaver
 
 
 class GeneralCheckpointIO(CheckpointIO):
@@ -68,7 +69,7 @@ class GeneralCheckpointIO(CheckpointIO):
         self.ranks = CheckpointGroup(group, host)
         self.storage = storage or (FakeStorage() if is_fake_world() else Storage())
         self.saver = Saver(self.ranks, self.storage, timeout_seconds)
-        self._training_state = TrainingStateIO(self.ranks, self.storage, self.saver)
+        self._training_saver = TrainingStateSaver(self.ranks, self.storage, self.saver)
 
     def save_model(
         self,
@@ -267,8 +268,8 @@ class GeneralCheckpointIO(CheckpointIO):
         options: SaveOptions,
         use_async: bool = False,
     ) -> None:
-        """Write a training checkpoint; see `TrainingStateIO.save`. Collective over the group."""
-        self._training_state.save(checkpoint, parts, extra=extra, metadata=facts, options=options, use_async=use_async)
+        """Write a training checkpoint; see `TrainingStateSaver.save`. Collective over the group."""
+        self._training_saver.save(checkpoint, parts, extra=extra, metadata=facts, options=options, use_async=use_async)
 
     def load_training_state(
         self,
@@ -279,8 +280,12 @@ class GeneralCheckpointIO(CheckpointIO):
         verify: str = "checksums",
         missing_ok: bool = False,
     ) -> Any:
-        """Load a training checkpoint and return `extra`; see `TrainingStateIO.load`. Collective."""
-        return self._training_state.load(checkpoint, parts, strict=strict, verify=verify, missing_ok=missing_ok)
+        """Load a training checkpoint and return `extra`; see `load_training_state`. Collective over the group."""
+        self.saver.wait()
+        path = as_path(checkpoint)
+        return load_training_state(
+            self.ranks, self.storage, path, parts, strict=strict, verify=verify, missing_ok=missing_ok
+        )
 
     def wait(self) -> None:
         """Wait until no save is in flight; see `CheckpointIO.wait`. Collective over the group."""

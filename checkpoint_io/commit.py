@@ -466,6 +466,15 @@ def resolve(storage: Storage, directory: Path, name: str) -> Path:
     return paths_in(storage, container).get(base, container / base)
 
 
+def read_document(storage: Storage, directory: Path, name: str) -> bytes:
+    """Return the content of a small file of a directory as readers see it; see `resolve`.
+
+    Raises:
+        CheckpointError: The file is missing, not a regular file, outside of the directory, or larger than 64 MiB.
+    """
+    return storage.read_file(resolve(storage, directory, name), max_bytes=MAX_JSON_BYTES, inside=directory)
+
+
 def list_directory(storage: Storage, directory: Path) -> list[str]:
     """List a directory as readers see it, sorted: with files of pending commits, without stale ones.
 

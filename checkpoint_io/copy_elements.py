@@ -54,6 +54,17 @@ def copy_elements(tensor: torch.Tensor, start: int, stop: int, out: torch.Tensor
             target.copy_(box.to(dtype).contiguous())
 
 
+def assign_elements(tensor: torch.Tensor, start: int, values: torch.Tensor) -> None:
+    """Copy values into a tensor's row-major flattening, from element `start` on.
+
+    The tensor may have any strides, device and dtype; values are converted.
+    """
+    count, done = values.numel(), 0
+    for box in _boxes(tensor, start, start + count, count) if count else ():
+        box.copy_(values[done : done + box.numel()].view(box.shape))
+        done += box.numel()
+
+
 def needs_no_conversion(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     """Return whether the tensor's memory equals its bytes in a file of this dtype, so that no conversion is needed."""
     return (

@@ -107,9 +107,6 @@ KERNELS = {
         ),
         KernelSource(name="checksum", purpose="CRC-32 of checkpoints", sources=("checksum.cpp",)),
         KernelSource(
-            name="disk_io", purpose="asynchronous reads and writes", sources=("disk_io.cpp",), needs_linux=True
-        ),
-        KernelSource(
             name="shm_collectives",
             purpose="collectives of ranks on one host through shared memory",
             sources=("shm_collectives.cpp",),

@@ -1,7 +1,4 @@
-"""Asynchronous reads and writes of tensors at file offsets, with direct I/O where the file system supports it.
-
-`DiskQueue` accepts requests and returns tickets; a thread pool or io_uring runs the requests in the background.
-"""
+"""Asynchronous reads and writes of tensors at file offsets, with direct I/O where the file system supports it."""
 
 from __future__ import annotations
 
@@ -10,173 +7,44 @@ import errno
 import fcntl
 import mmap
 import os
+import signal
 import stat
 import sys
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from booster.errors import ConfigError
 
-from .loader import load_kernel
-
-END_OF_FILE = -1  # in place of an errno
-
-_MAX_CALL_BYTES = 1 << 30  # the system's limit per call is 2 GiB less a page
-
-
-class _ThreadedRequest:
-    """One read or write and its result."""
-
-    def __init__(self, is_write: bool, descriptor: int, address: int, num_bytes: int, offset: int) -> None:
-        self._is_write = is_write
-        self._descriptor = descriptor
-        self._address = address
-        self._num_bytes = num_bytes
-        self._offset = offset
-        self._num_done = 0
-        self._code = 0
-        self._finished = threading.Event()
-
-    def wait(self, seconds: float) -> bool:
-        """Wait; return False if the request is not done after this time."""
-        return self._finished.wait(seconds)
-
-    def done(self) -> bool:
-        """Return whether the request is done."""
-        return self._finished.is_set()
-
-    def result(self) -> tuple[int, int]:
-        """Return the status of a done request (0, an errno or END_OF_FILE) and the number of bytes transferred."""
-        return self._code, self._num_done
-
-    def run(self) -> None:
-        """Run the request; an `OSError` is stored for `result` instead of raised."""
-        code = errno.EIO
-        try:
-            code = 0
-            while self._num_done < self._num_bytes and code == 0:
-                code = self._transfer_next()
-        except OSError as error:
-            code = error.errno or errno.EIO
-        finally:
-            self._code = code
-            self._finished.set()
-
-    def _transfer_next(self) -> int:
-        length = min(self._num_bytes - self._num_done, _MAX_CALL_BYTES)
-        memory = (ctypes.c_char * length).from_address(self._address + self._num_done)
-        offset = self._offset + self._num_done
-        move: Callable[[], int] = (
-            (lambda: os.pwrite(self._descriptor, memory, offset))
-            if self._is_write
-            else (lambda: os.preadv(self._descriptor, [memory], offset))
-        )
-        count = move()
-        self._num_done += count
-        if count == length:
-            return 0
-        if self._is_write:
-            return 0 if count > 0 else errno.EIO  # the file system wrote nothing without an error
-        if count == 0:
-            return END_OF_FILE
-        # The size is checked because continuing a direct read within a block would be an error.
-        status = os.fstat(self._descriptor)
-        is_at_end = stat.S_ISREG(status.st_mode) and self._offset + self._num_done >= status.st_size
-        return END_OF_FILE if is_at_end else 0
-
-
-class ThreadedQueue:
-    """Thread pool; each thread runs one request at a time."""
-
-    def __init__(self, num_threads: int) -> None:
-        self._requests: SimpleQueue[_ThreadedRequest | None] = SimpleQueue()
-        # Daemons, as Python joins other threads at exit before finalizers run.
-        self._threads = [
-            threading.Thread(target=_run_requests, args=(self._requests,), name=f"disk-{index}", daemon=True)
-            for index in range(num_threads)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def submit(self, is_write: bool, descriptor: int, address: int, num_bytes: int, offset: int) -> _ThreadedRequest:
-        """Submit a request without blocking. The memory must stay valid until the request is done."""
-        request = _ThreadedRequest(is_write, descriptor, address, num_bytes, offset)
-        self._requests.put(request)
-        return request
-
-    def close(self) -> None:
-        """Wait for all requests and stop the threads. Idempotent."""
-        for _ in self._threads:
-            self._requests.put(None)
-        interrupt = None
-        while self._threads:
-            try:
-                thread = self._threads[-1]
-                if thread is not threading.current_thread():  # it is if the garbage collector closes the queue in it
-                    thread.join()
-                self._threads.pop()
-            except KeyboardInterrupt as error:  # keep waiting, as the caller may free the requests' memory next
-                interrupt = error
-        if interrupt is not None:
-            raise interrupt
-
-
-def _run_requests(requests: SimpleQueue[_ThreadedRequest | None]) -> None:
-    while (request := requests.get()) is not None:
-        request.run()
-
-
 ALIGNMENT = 4096  # alignment that O_DIRECT requires of addresses, offsets and lengths on any common disk
 
+_MAX_CALL_BYTES = 1 << 30  # the system's limit per call is 2 GiB less a page
 _HUGE_PAGE_BYTES = 2 << 20
 _MADV_HUGEPAGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
 _MADV_WIPEONFORK: int | None = 18 if sys.platform == "linux" else None  # missing in Python's mmap module
 
-_BACKENDS = ("io_uring", "threads", "python")
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)
-# Ctrl-C is not handled during a wait in a backend, so waits return to Python at this interval.
-_WAIT_SECONDS = 0.2
-
-
-class _Request(Protocol):
-    """Request in flight in a backend."""
-
-    def wait(self, seconds: float) -> bool:
-        """Wait; return False if the request is not done after this time."""
-
-    def done(self) -> bool:
-        """Return whether the request is done."""
-
-    def result(self) -> tuple[int, int]:
-        """Return the status of a done request (0, an errno or END_OF_FILE) and the number of bytes transferred."""
-
-
-class _Backend(Protocol):
-    """Backend of a queue. The memory of a request must stay valid until the request is done."""
-
-    def submit(self, is_write: bool, descriptor: int, address: int, num_bytes: int, offset: int) -> _Request:
-        """Submit a request without blocking."""
-
-    def close(self) -> None:
-        """Wait for all requests and stop the threads. Idempotent."""
+_WAIT_SECONDS = 0.2  # Ctrl-C is handled at least at this interval
 
 
 class IOTicket:
     """Handle of one request of a `DiskQueue`; keeps its tensor alive until the request is done."""
 
-    def __init__(self, request: _Request, tensor: torch.Tensor, describe: Callable[[int, int], OSError]) -> None:
-        self._request = request
+    def __init__(self, is_write: bool, descriptor: int, tensor: torch.Tensor, offset: int) -> None:
+        self._is_write = is_write
+        self._descriptor = descriptor
         self._tensor: torch.Tensor | None = tensor
-        self._describe = describe
+        self._address, self._num_bytes = tensor.data_ptr(), tensor.nbytes
+        self._offset = offset
+        self._num_done = 0
         self._process = os.getpid()
+        self._finished = threading.Event()
+        self._error: OSError | None = None
 
     def wait(self) -> None:
         """Wait until the request is done. May be called repeatedly, and in any order of tickets.
@@ -186,17 +54,47 @@ class IOTicket:
             ConfigError: This is a forked process, which has none of the queue's threads.
         """
         _check_process(self._process)
-        while not self._request.wait(_WAIT_SECONDS):
+        while not self._finished.wait(_WAIT_SECONDS):
             pass
-        self._tensor = None
-        code, num_bytes = self._request.result()
-        if code != 0:
-            raise self._describe(code, num_bytes)
+        if self._error is not None:
+            raise self._error.with_traceback(None)
 
     def done(self) -> bool:
         """Return whether the request is done, so that `wait` would not block."""
         _check_process(self._process)
-        return self._request.done()
+        return self._finished.is_set()
+
+    def run(self) -> None:
+        """Run the request, in a thread of the queue; an error is kept for `wait`."""
+        try:
+            while self._num_done < self._num_bytes:
+                self._transfer_next()
+        except Exception as error:
+            code, text = (error.errno, error.strerror) if isinstance(error, OSError) else (None, str(error))
+            done = f"{self._num_done} of {self._num_bytes} bytes at offset {self._offset}"
+            text = f"{text} ({done} {'written' if self._is_write else 'read'})"
+            self._error = OSError(code or errno.EIO, text, _name_of(self._descriptor))
+        finally:
+            self._tensor = None
+            self._finished.set()
+
+    def _transfer_next(self) -> None:
+        length = min(self._num_bytes - self._num_done, _MAX_CALL_BYTES)
+        memory = (ctypes.c_char * length).from_address(self._address + self._num_done)
+        offset = self._offset + self._num_done
+        if self._is_write:
+            count = os.pwrite(self._descriptor, memory, offset)
+            if count == 0:  # the file system wrote nothing without an error
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            self._num_done += count
+            return
+        count = os.preadv(self._descriptor, [memory], offset)
+        self._num_done += count
+        if count < length:
+            # The size is checked because continuing a direct read within a block would be an error.
+            status = os.fstat(self._descriptor)
+            if count == 0 or (stat.S_ISREG(status.st_mode) and offset + count >= status.st_size):
+                raise OSError(errno.EIO, "the file is shorter than it should be")
 
 
 class DiskQueue:
@@ -207,28 +105,25 @@ class DiskQueue:
     reported.
 
     Args:
-        num_threads: Number of concurrent requests of the backends `threads` and `python`.
-        backend: `io_uring`, `threads` (a pool in C++) or `python` (a pool in Python, for machines without a compiler);
-            optional, defaults to the first of them that works on this machine.
-
-    Attributes:
-        backend: Name of the backend in use.
+        num_threads: Number of concurrent requests.
 
     Raises:
-        ConfigError: The backend is unknown or not available, or `num_threads` is less than 1.
+        ConfigError: `num_threads` is less than 1.
     """
 
-    backend: str
-
-    def __init__(self, num_threads: int = 2, *, backend: str | None = None) -> None:
+    def __init__(self, num_threads: int = 4) -> None:
         if num_threads < 1:
             raise ConfigError(f"num_threads={num_threads} leaves no thread to read and write: give 1 or more")
-        self.backend, self._backend = _open_backend(backend, num_threads)
         self._process = os.getpid()
         self._lock = threading.Lock()
-        # Oldest first. Keeps tensors of dropped tickets alive while the system writes to them.
-        self._in_flight: deque[IOTicket] = deque()
-        self._finalizer = weakref.finalize(self, _finish, self._backend, self._in_flight, self._process)
+        self._requests: SimpleQueue[IOTicket | None] = SimpleQueue()
+        threads: list[threading.Thread] = []
+        self._finalizer = weakref.finalize(self, _finish, self._requests, threads, self._process)
+        for index in range(num_threads):
+            # A daemon, as Python joins other threads at exit before finalizers run.
+            thread = threading.Thread(target=_run_requests, args=(self._requests,), name=f"disk-{index}", daemon=True)
+            thread.start()
+            threads.append(thread)
 
     def read(self, descriptor: int, tensor: torch.Tensor, offset: int) -> IOTicket:
         """Start reading the file's bytes from `offset` into a contiguous CPU tensor.
@@ -269,16 +164,37 @@ class DiskQueue:
             f" multiples of {ALIGNMENT}, as descriptor {descriptor} is open with O_DIRECT"
         )
         assert offset >= 0, f"offset {offset}"
-        describe = _error_factory(is_write, descriptor, num_bytes, offset)
+        ticket = IOTicket(is_write, descriptor, tensor, offset)
         with self._lock:
             if not self._finalizer.alive:
                 raise ConfigError("the disk queue is closed: open another one")
-            while self._in_flight and self._in_flight[0].done():
-                self._in_flight.popleft()
-            request = self._backend.submit(is_write, descriptor, address, num_bytes, offset)
-            ticket = IOTicket(request, tensor, describe)
-            self._in_flight.append(ticket)
+            self._requests.put(ticket)
         return ticket
+
+
+def _run_requests(requests: SimpleQueue[IOTicket | None]) -> None:
+    # A signal that is delivered to this thread would not interrupt a wait of the main thread.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    while (request := requests.get()) is not None:
+        request.run()
+
+
+def _finish(requests: SimpleQueue[IOTicket | None], threads: list[threading.Thread], process: int) -> None:
+    """Complete the requests and end the threads; a module-level function, as a finalizer must not hold the queue."""
+    if os.getpid() != process:  # a forked process has none of the threads
+        return
+    for _ in threads:
+        requests.put(None)
+    interrupt = None
+    while threads:
+        try:
+            if threads[-1] is not threading.current_thread():  # it is if the garbage collector closes the queue in it
+                threads[-1].join()
+            threads.pop()
+        except KeyboardInterrupt as error:  # keep waiting, as the caller may free the requests' memory next
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
 
 
 def open_data_file(path: str | os.PathLike[str], num_bytes: int) -> tuple[int, bool]:
@@ -329,32 +245,6 @@ def _advise(memory: mmap.mmap, advice: int | None, start: int, num_bytes: int) -
         memory.madvise(advice, start, num_bytes)
 
 
-def _open_backend(requested: str | None, num_threads: int) -> tuple[str, _Backend]:
-    if requested not in (None, *_BACKENDS):
-        raise ConfigError(f"backend={requested!r} is unknown: choose {', '.join(_BACKENDS)}, or None")
-    native = None if requested == "python" else load_kernel("disk_io")
-    if native is None:
-        if requested in ("io_uring", "threads"):
-            raise ConfigError(
-                f"backend={requested!r} needs the compiled kernel, which is not available: choose 'python' or None"
-            )
-        return "python", ThreadedQueue(num_threads)
-    if requested != "threads":
-        try:
-            return "io_uring", native.RingQueue()
-        except OSError as error:  # missing in old kernels, and often forbidden in containers
-            if requested == "io_uring":
-                raise ConfigError(f"backend='io_uring' is not available: {error}. Choose 'threads' or None") from error
-    return "threads", native.ThreadedQueue(num_threads)
-
-
-def _finish(backend: _Backend, in_flight: deque[IOTicket], process: int) -> None:
-    """Close a queue's backend; a module-level function, as a finalizer must not reference the queue."""
-    if os.getpid() == process:  # a forked process has none of the threads
-        backend.close()
-        in_flight.clear()
-
-
 def _check_process(process: int) -> None:
     if os.getpid() != process:
         raise ConfigError(
@@ -370,20 +260,11 @@ def _is_direct(descriptor: int) -> bool:
         return False
 
 
-def _error_factory(is_write: bool, descriptor: int, num_bytes: int, offset: int) -> Callable[[int, int], OSError]:
-    """Return a factory of a request's error; the file name is looked up now, while the descriptor is open."""
+def _name_of(descriptor: int) -> str:
     try:
-        name = os.readlink(f"/proc/self/fd/{descriptor}")
-    except OSError:  # closed already, or a system without /proc
-        name = f"descriptor {descriptor}"
-
-    def describe(code: int, num_done: int) -> OSError:
-        done = f"{num_done} of {num_bytes} bytes at offset {offset} {'written' if is_write else 'read'}"
-        if code == END_OF_FILE:
-            return OSError(errno.EIO, f"the file is shorter than it should be ({done})", name)
-        return OSError(code, f"{os.strerror(code)} ({done})", name)
-
-    return describe
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:  # closed, or a system without /proc
+        return f"descriptor {descriptor}"
 
 
 # Not `os.posix_fallocate`: on file systems without fallocate, the C library emulates it by writing to every block.

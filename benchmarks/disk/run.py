@@ -1,7 +1,7 @@
 """Steps of HybridAdam with all of its states on a disk, beside what the disk can do and what the arithmetic needs.
 
-    python benchmarks/disk/run.py [--directory DISK] [--parameters 24000000] [--rounds 9] [--backends io_uring threads]
-        [--save] [--strict]
+    python benchmarks/disk/run.py [--directory DISK] [--parameters 24000000] [--rounds 9] [--save]
+        [--strict]
 
 Every variant moves as many bytes in the same file once a round, in turn: 8 bytes a parameter are read, and 8 are
 written elsewhere, past the page cache. By default 200 MB are written per variant and round.
@@ -55,9 +55,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--directory", type=Path, default=RESULTS, help="on the disk to measure; default: %(default)s")
     parser.add_argument("--parameters", type=_positive, default=24_000_000, help="default: %(default)s")
     parser.add_argument("--rounds", type=_positive, default=9, help="timed ones; default: %(default)s")
-    parser.add_argument(
-        "--backends", nargs="+", default=[], help="of the queue, to run alone; default: what it chooses"
-    )
     parser.add_argument("--save", action="store_true", help="write a JSON file under benchmarks/results/")
     parser.add_argument("--strict", action="store_true", help="exit with code 1 if a target is missed")
     return parser
@@ -72,7 +69,7 @@ def _positive(text: str) -> int:
 
 def _measure(options: argparse.Namespace, kind: str) -> tuple[dict[str, Any], bool, bool]:
     with tempfile.TemporaryDirectory(prefix="disk-benchmark-", dir=options.directory) as directory:
-        variants = Variants(Path(directory), options.parameters, options.backends)
+        variants = Variants(Path(directory), options.parameters)
         steps = variants.steps()
         counts = {name: ByteCounts() for name in steps}
         samples = time_alternately(
@@ -89,7 +86,6 @@ def _measure(options: argparse.Namespace, kind: str) -> tuple[dict[str, Any], bo
         **describe_run(vars(options)),
         "file_system": kind,
         "is_direct": variants.is_direct,
-        "backend": variants.backend,
         "num_parameters": variants.num_parameters,
         "num_threads": torch.get_num_threads(),
         "has_same_weights": has_same_weights,
@@ -102,7 +98,7 @@ def _measure(options: argparse.Namespace, kind: str) -> tuple[dict[str, Any], bo
 def _title(options: argparse.Namespace, variants: Variants, kind: str) -> str:
     return (
         f"{variants.num_parameters / 1e6:.1f}M parameters, {options.rounds} paired rounds, {torch.get_num_threads()}"
-        f" threads, {kind} at {options.directory}, {variants.backend},"
+        f" threads, {kind} at {options.directory},"
         f" {'O_DIRECT' if variants.is_direct else 'NOT PAST THE PAGE CACHE'}"
     )
 

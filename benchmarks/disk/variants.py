@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,7 +22,6 @@ STATE_BYTES = 8  # of a parameter: two moments in fp32
 _RAW = "raw: "
 _COLUMNS = 2048
 _SHAPE = (BLOCK_BYTES // STATE_BYTES // _COLUMNS, _COLUMNS)  # of a parameter tensor, so that a half is whole blocks
-_NUM_THREADS = 4
 
 
 def is_raw(name: str) -> bool:
@@ -37,15 +35,13 @@ class Variants:
     Args:
         directory: Where the files go.
         num_parameters: At least; rounded up to whole tensors.
-        backends: Those of the queue to run raw; none: the one that it chooses.
 
     Attributes:
         num_parameters: How many there are.
         is_direct: Whether files are read and written past the page cache.
-        backend: What the queue chooses here, for the steps.
     """
 
-    def __init__(self, directory: Path, num_parameters: int, backends: list[str]) -> None:
+    def __init__(self, directory: Path, num_parameters: int) -> None:
         num_tensors = -(-num_parameters // (_SHAPE[0] * _SHAPE[1]))
         self.num_parameters = num_tensors * _SHAPE[0] * _SHAPE[1]
         self._models = {
@@ -56,9 +52,7 @@ class Variants:
             model.step(0)  # makes the file, and one half of it valid
         self._file = RawFile(_largest_file(directory))
         self.is_direct = self._file.is_direct
-        with DiskQueue() as queue:
-            self.backend = queue.backend
-        self._queues = [DiskQueue(_NUM_THREADS, backend=backend) for backend in backends or [self.backend]]
+        self._queue = DiskQueue()
 
     @property
     def num_bytes(self) -> int:
@@ -67,9 +61,8 @@ class Variants:
 
     def steps(self) -> Mapping[str, Step]:
         """Returns what each variant does in a round."""
-        raw = {f"{_RAW}queue, {queue.backend}": partial(self._run_queue, queue) for queue in self._queues}
         models = {name: model.step for name, model in self._models.items()}
-        return {f"{_RAW}plain loop": self._run_loop, **raw, **models}
+        return {f"{_RAW}plain loop": self._run_loop, f"{_RAW}queue": self._run_queue, **models}
 
     def has_same_weights(self) -> bool:
         """Returns whether both kinds of steps gave the same bits."""
@@ -78,8 +71,7 @@ class Variants:
 
     def close(self) -> None:
         """Closes the files; the optimizer's go with it."""
-        for queue in self._queues:
-            queue.close()
+        self._queue.close()
         self._file.close()
         self._models.clear()
 
@@ -87,8 +79,8 @@ class Variants:
         self._file.run_loop(self._valid_half())
         return 0.0
 
-    def _run_queue(self, queue: DiskQueue, _: int) -> float:
-        self._file.run_queue(queue, self._valid_half())
+    def _run_queue(self, _: int) -> float:
+        self._file.run_queue(self._queue, self._valid_half())
         return 0.0
 
     def _valid_half(self) -> int:

@@ -221,6 +221,11 @@ class DocumentRecord:
     num_bytes: int
     crc32: int
 
+    @classmethod
+    def of(cls, raw: bytes) -> DocumentRecord:
+        """Return the record of a file with this content."""
+        return cls(num_bytes=len(raw), crc32=zlib.crc32(raw))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
@@ -333,7 +338,7 @@ def _parse_table(
         raise _format_error(source_name, "files or documents are not a JSON object")
     for name in value:
         parts = name.split("/")
-        if not all(map(_is_safe_name, parts)) or len(parts) > (max_depth or len(parts)):
+        if not all(map(is_safe_name, parts)) or len(parts) > (max_depth or len(parts)):
             raise CheckpointError(
                 f"{source_name} names the file {name[:200]!r}: it may name only files in its own directory. Do not"
                 " trust this checkpoint"
@@ -341,12 +346,12 @@ def _parse_table(
     return {name: parse(record, f"{source_name}, in the record of {name},") for name, record in value.items()}
 
 
-def _is_safe_name(component: str) -> bool:
-    """Return whether the path component is printable and has no special meaning on any system."""
+def is_safe_name(component: str) -> bool:
+    """Return whether the path component is printable, not hidden, and has no special meaning on any system."""
     return (
-        0 < len(component.encode("utf-8")) <= _MAX_NAME
+        0 < len(component.encode("utf-8", "surrogatepass")) <= _MAX_NAME
         and not component.startswith(".")
-        and all(character not in '\\:*?"<>|' and character.isprintable() for character in component)
+        and all(character not in '/\\:*?"<>|' and character.isprintable() for character in component)
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,8 +15,7 @@ from booster.checkpoint_io.layout import PAGE_BYTES
 from booster.checkpoint_io.parallel import CheckpointGroup
 from booster.checkpoint_io.storage import OpenFile, Storage
 from booster.comm import SharedBlocks, all_gather_bytes, any_rank
-from booster.errors import ConfigError
-from booster.kernels.disk_io import DiskQueue, IOTicket, aligned_buffer
+from booster.kernels.disk_io import DiskQueue, aligned_buffer
 
 MIN_DIRECT_BYTES = 16 * 2**20  # below it the readers' start takes longer than the page cache
 MAX_CELL_BYTES = 4 * 2**20
@@ -89,47 +89,36 @@ class DirectFiles:
             self._direct[file] = None if self._storage.is_cached(opened) else self._storage.open_direct(opened)
         return self._direct[file] is not None
 
-    def start(self, queue: DiskQueue, file: int, memory: torch.Tensor, offset: int) -> DirectRead:
-        """Start reading aligned memory from an aligned offset; what is beyond the end of the file stays as it is."""
+    def start(self, queue: DiskQueue, file: int, memory: torch.Tensor, offset: int) -> Callable[[], None]:
+        """Start reading aligned memory from an aligned offset; what is beyond the end of the file stays as it is.
+
+        Returns:
+            Function that waits until the memory is filled, and raises `CheckpointError` if the file is truncated or
+            reading failed.
+        """
         num_bytes = min(len(memory), self.sizes[file] - offset)
         num_direct = num_bytes // PAGE_BYTES * PAGE_BYTES
         direct, ticket = self._direct.get(file), None
         if direct is not None and num_direct > 0:
             ticket = queue.read(direct.descriptor, memory[:num_direct], offset)
-        return DirectRead(self._storage, self._files[file], memory[:num_bytes], offset, ticket)
+
+        def wait() -> None:
+            num_read = 0
+            if ticket is not None:
+                with suppress(OSError):  # refused, or failed: the page cache gives the bytes, or the reason
+                    ticket.wait()
+                    num_read = num_direct
+            if num_read < num_bytes:
+                rest = memory[num_read:num_bytes].numpy().data
+                self._storage.read_at(self._files[file], rest, offset + num_read)
+
+        return wait
 
     def close(self) -> None:
         """Close what was opened here. Idempotent."""
         for direct in self._direct.values():
             if direct is not None:
                 direct.close()
-
-
-@dataclass(slots=True)
-class DirectRead:
-    """Read of memory in flight."""
-
-    _storage: Storage
-    _file: OpenFile
-    _memory: torch.Tensor
-    _offset: int
-    _ticket: IOTicket | None
-
-    def wait(self) -> None:
-        """Wait until the memory is filled.
-
-        Raises:
-            CheckpointError: The file is truncated, or reading failed.
-        """
-        num_read = 0
-        if self._ticket is not None:
-            try:
-                self._ticket.wait()
-                num_read = len(self._memory) // PAGE_BYTES * PAGE_BYTES
-            except OSError:  # refused, or failed: the page cache gives the bytes, or the reason
-                pass
-        if num_read < len(self._memory):
-            self._storage.read_at(self._file, self._memory[num_read:].numpy().data, self._offset + num_read)
 
 
 class _Grid:
@@ -173,32 +162,20 @@ def assign_cells(is_needed: np.ndarray) -> np.ndarray:
     return readers
 
 
-@dataclass(slots=True, kw_only=True)
-class _HostPlan:
-    """Which rank of a host reads which cells.
+def _plan_host(packed: Sequence[np.ndarray], num_cells: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Return the cells that only one rank of a host needs, and those that several need, by the rank that reads them.
 
-    Attributes:
-        private: Cells that only one rank needs, by rank of the host.
-        shared: Cells that several ranks need, by the rank that reads them.
+    Args:
+        packed: Cells that each rank needs, as packed bits.
+        num_cells: Number of cells.
     """
-
-    private: list[np.ndarray]
-    shared: list[np.ndarray]
-
-    @classmethod
-    def of(cls, packed: Sequence[np.ndarray], num_cells: int) -> _HostPlan:
-        """Return the plan for ranks that each need some cells, given as packed bits."""
-        is_needed = np.stack([np.unpackbits(row, count=num_cells).astype(bool) for row in packed])
-        readers, is_shared = assign_cells(is_needed), is_needed.sum(axis=0) > 1
-        ranks = range(len(is_needed))
-        return cls(
-            private=[np.flatnonzero((readers == rank) & ~is_shared) for rank in ranks],
-            shared=[np.flatnonzero((readers == rank) & is_shared) for rank in ranks],
-        )
-
-    @property
-    def num_rounds(self) -> int:
-        return max(map(len, self.shared))
+    is_needed = np.stack([np.unpackbits(row, count=num_cells).astype(bool) for row in packed])
+    readers, is_shared = assign_cells(is_needed), is_needed.sum(axis=0) > 1
+    of_rank = [readers == rank for rank in range(len(is_needed))]
+    return (
+        [np.flatnonzero(is_own & ~is_shared) for is_own in of_rank],
+        [np.flatnonzero(is_own & is_shared) for is_own in of_rank],
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,22 +216,22 @@ def read_directly(
     if not any(row.any() for row in packed):
         return DirectOutcome()
     ranks_of_host = {host: [rank for rank, other in enumerate(hosts) if other == host] for host in hosts}
-    plans = (_HostPlan.of([packed[rank] for rank in each], grid.num_cells) for each in ranks_of_host.values())
-    num_rounds = max(plan.num_rounds for plan in plans)
-    members = ranks.ranks_of_this_host()
+    plans = {host: _plan_host([packed[rank] for rank in each], grid.num_cells) for host, each in ranks_of_host.items()}
+    num_rounds = max(len(cells) for _, shared_cells in plans.values() for cells in shared_cells)
+    members = ranks_of_host[hosts[ranks.rank]]
     local_rank = members.index(ranks.rank)
-    plan = _HostPlan.of([packed[rank] for rank in members], grid.num_cells)
+    private_cells, shared_cells = plans[hosts[ranks.rank]]
     left: list[int] = []
     shared = ranks.share_blocks(_NUM_BLOCKS, cell_bytes) if num_rounds > 0 else None
     if num_rounds > 0 and shared is None:  # on all ranks: every range that has shared cells is left to the caller
         is_shared = np.zeros(grid.num_cells, dtype=bool)
-        is_shared[np.concatenate(plan.shared)] = True
+        is_shared[np.concatenate(shared_cells)] = True
         left = [index for index, each in enumerate(needs) if is_shared[list(grid.cells_of(each))].any()]
     sharers = members if have_same_needs and most_ranks > 1 else None
     with _CellReads(files, grid, needs, left, consume, cell_bytes) as reads:
-        reads.read_private(plan.private[local_rank])
+        reads.read_private(private_cells[local_rank])
         if shared is not None:
-            reads.read_shared(plan.shared, local_rank, shared, num_rounds, ranks, checks_all=sharers is None)
+            reads.read_shared(shared_cells, local_rank, shared, num_rounds, ranks, checks_all=sharers is None)
     return DirectOutcome(failure=reads.failure, left=left, sharers=sharers)
 
 
@@ -306,7 +283,7 @@ class _CellReads:
         for index in sorted(set(range(len(needs))) - set(left), key=lambda index: needs[index].start):
             for cell in grid.cells_of(needs[index]):
                 self._needs_of_cell.setdefault(cell, []).append(index)
-        self._reads: dict[int, list[DirectRead]] = {}  # in flight, by round
+        self._reads: dict[int, list[Callable[[], None]]] = {}  # waits for those in flight, by round
         self._queue: DiskQueue | None = None
         self.failure: Exception | None = None
         self._keep_failure(self._open, cell_bytes)
@@ -320,10 +297,7 @@ class _CellReads:
 
     def _open(self, cell_bytes: int) -> None:
         self._blocks = aligned_buffer(_NUM_BLOCKS * cell_bytes).numpy().reshape(_NUM_BLOCKS, cell_bytes)
-        try:
-            self._queue = DiskQueue(_NUM_THREADS, backend="threads")
-        except ConfigError:  # no compiled kernel
-            self._queue = DiskQueue(_NUM_THREADS, backend="python")
+        self._queue = DiskQueue(_NUM_THREADS)
 
     def read_private(self, cells: np.ndarray) -> None:
         """Read and consume cells that no other rank of the host needs. An error is kept."""
@@ -404,8 +378,8 @@ class _CellReads:
 
     def _wait(self, index: int) -> None:
         """Wait until the part of a round is read."""
-        for read in self._reads.pop(index, ()):
-            read.wait()
+        for wait in self._reads.pop(index, ()):
+            wait()
 
     def _take(self, part: ByteRange, block: np.ndarray, is_to_check: bool) -> None:
         """Consume what this rank needs of a part of a cell that is in a block."""

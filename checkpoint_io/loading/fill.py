@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -11,13 +10,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from booster.checkpoint_io.copy_elements import bytes_of, needs_no_conversion
+from booster.checkpoint_io.copy_elements import assign_elements, bytes_of, needs_no_conversion
 from booster.checkpoint_io.formats.manifest import RangeRecord
 from booster.checkpoint_io.parallel import CheckpointGroup, run_in_threads
 from booster.checkpoint_io.planning.slices import Box, full_box, overlapping_runs, run_length, run_start
 from booster.comm import all_gather_bytes, any_rank, is_fake_world, max_of_numbers
 from booster.errors import CheckpointError
-from booster.interface import TensorSlice
+from booster.interface import TensorSlice, TensorSpec
 from booster.kernels.checksum import crc32, shift_crc32
 
 from .direct_reads import MIN_DIRECT_BYTES, ByteRange, DirectFiles, DirectOutcome, read_directly
@@ -101,6 +100,15 @@ class _Block:
     region: _Region
     targets: Sequence[_Target]
     record: RangeRecord | None
+
+
+def empty_slice(name: str, spec: TensorSpec, span: tuple[int, int]) -> TensorSlice:
+    """Return a slice over new memory, for elements of the flattening of a tensor."""
+    tensor = torch.empty(span[1] - span[0], dtype=spec.dtype)
+    box = full_box(spec.shape)
+    return TensorSlice(
+        name=name, dtype=spec.dtype, global_shape=spec.shape, box=box, span=span, tensor=tensor, primary=False
+    )
 
 
 def read_slices(
@@ -447,34 +455,3 @@ def _regular(
     breaks = (np.flatnonzero(is_other_length | is_other_step) + 1).tolist()
     for start, stop in zip([0, *breaks], [*breaks, len(lengths)], strict=True):
         yield sources[start:stop], targets[start:stop], lengths[start:stop]
-
-
-def assign_elements(tensor: torch.Tensor, start: int, values: torch.Tensor) -> None:
-    """Copy values into a tensor's row-major flattening, from element `start` on.
-
-    The tensor may have any strides, device and dtype; values are converted.
-    """
-    if values.numel() == 0:
-        return
-    for view, first, last in _flat_views(tensor, start, start + values.numel()):
-        view.copy_(values[first:last].view(view.shape))
-
-
-def _flat_views(tensor: torch.Tensor, start: int, stop: int) -> Iterator[tuple[torch.Tensor, int, int]]:
-    """Yield views that together are elements `start` to `stop` of the flattening, each with its offset from `start`."""
-    if tensor.dim() <= 1:
-        yield tensor[start:stop] if tensor.dim() == 1 else tensor, 0, stop - start
-        return
-    row = math.prod(tensor.shape[1:])
-    first_row, last_row = -(-start // row), stop // row
-    if first_row > last_row:  # within one row
-        yield from _flat_views(tensor[last_row], start - last_row * row, stop - last_row * row)
-        return
-    if start < first_row * row:
-        yield from _flat_views(tensor[first_row - 1], start - (first_row - 1) * row, row)
-    if first_row < last_row:
-        yield tensor[first_row:last_row], first_row * row - start, last_row * row - start
-    if last_row * row < stop:
-        done = last_row * row - start
-        for view, first, last in _flat_views(tensor[last_row], 0, stop - last_row * row):
-            yield view, done + first, done + last

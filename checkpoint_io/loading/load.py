@@ -22,7 +22,7 @@ from booster.logger import get_dist_logger
 
 from .base_model import base_of, is_of_lora, names_in_base, renamed_slices
 from .conversion import ConvertedSpecs, convert_specs
-from .fill import read_slices, read_slices_on_all_ranks, verify_ranges
+from .fill import empty_slice, read_slices, read_slices_on_all_ranks, verify_ranges
 from .reader import StoredCheckpoint, open_checkpoint
 
 MAX_LISTED = 10
@@ -441,18 +441,10 @@ def _are_equal(stored: StoredCheckpoint, converted: ConvertedSpecs | None, left:
     spec = specs[left]
     if specs[right] != spec:
         return False
-    box = tuple((0, size) for size in spec.shape)
     for start in range(0, spec.numel, _COMPARED_ELEMENTS):
         span = (start, min(start + _COMPARED_ELEMENTS, spec.numel))
-        bits: list[torch.Tensor] = []  # so that NaN equals itself
-        for name in (left, right):
-            tensor = torch.empty(span[1] - span[0], dtype=spec.dtype)
-            tensor_slice = TensorSlice(
-                name=name, dtype=spec.dtype, global_shape=spec.shape, box=box, span=span, tensor=tensor, primary=False
-            )
-            named = [(name, tensor_slice)]
-            read_slices(stored, named if converted is None else converted.stored_slices(named))
-            bits.append(tensor.view(torch.uint8))
-        if not torch.equal(*bits):
+        named = [(name, empty_slice(name, spec, span)) for name in (left, right)]
+        read_slices(stored, named if converted is None else converted.stored_slices(named))
+        if not torch.equal(*(each.tensor.view(torch.uint8) for _, each in named)):  # bits, so that NaN equals itself
             return False
     return True

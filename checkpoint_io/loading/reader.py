@@ -18,17 +18,24 @@ import torch
 
 from booster.checkpoint_io.commit import paths_in
 from booster.checkpoint_io.formats.json import MAX_JSON_BYTES, parse_json
-from booster.checkpoint_io.formats.manifest import MANIFEST_KEY, FileRecord, Manifest, check_ranges_cover
+from booster.checkpoint_io.formats.manifest import (
+    MANIFEST_KEY,
+    DocumentRecord,
+    FileRecord,
+    Manifest,
+    check_ranges_cover,
+    is_safe_name,
+)
 from booster.checkpoint_io.formats.tensor_files import GROUPS_KEY, TensorFile, open_tensor_file
-from booster.checkpoint_io.layout import OPTIMIZER, SINGLE_FILE_SUFFIXES, FileKind, FileNames
+from booster.checkpoint_io.layout import MODEL, OPTIMIZER, SINGLE_FILE_SUFFIXES, FileKind, FileNames
 from booster.checkpoint_io.storage import OpenFile, Storage
 from booster.errors import CheckpointError, format_list
 from booster.interface import TensorSpec
+from booster.logger import get_dist_logger
 
 T = TypeVar("T")
 
 MAX_TENSORS = 1_000_000
-_MAX_NAME = 255  # limit of file systems
 _MAX_LISTED = 10
 
 _NUM_ATTEMPTS = 3  # a file may be moved between listing and opening, and again by the next commit
@@ -226,7 +233,7 @@ def read_recorded(directory: DirectoryReader, name: str, manifest: Manifest) -> 
             " damaged. Take another copy of the checkpoint"
         )
     raw = directory.read(name)
-    if len(raw) != record.num_bytes or zlib.crc32(raw) != record.crc32:
+    if DocumentRecord.of(raw) != record:
         raise CheckpointError(
             f"{path} differs from its checksum: it is damaged, edited or from another save. Take another copy of the"
             " checkpoint"
@@ -266,14 +273,8 @@ def check_file_name(file_name: Any, source_name: str, file_names: FileNames) -> 
     Raises:
         CheckpointError: The name is a path, hidden, not printable, or has another suffix.
     """
-    is_plain = (
-        isinstance(file_name, str)
-        and len(file_name.encode("utf-8", "surrogatepass")) <= _MAX_NAME
-        and not file_name.startswith(".")
-        and not any(character in '/\\:*?"<>|' or not character.isprintable() for character in file_name)
-        and file_name.endswith(f".{file_names.suffix}")
-    )
-    if not is_plain:
+    is_of_format = isinstance(file_name, str) and file_name.endswith(f".{file_names.suffix}")
+    if not is_of_format or not is_safe_name(file_name):
         raise CheckpointError(
             f"{source_name} names the file {str(file_name)[:200]!r}: it may name only .{file_names.suffix} files beside"
             " itself. Do not trust this checkpoint"
@@ -501,6 +502,12 @@ def _find_file_names(directory: DirectoryReader, kind: FileKind) -> FileNames:
     candidates = [file_names for file_names in found if file_names.prefix is None] or list(found)
     if len(candidates) == 1:
         return candidates[0]
+    are_formats = len({each.prefix for each in candidates}) == 1  # one model, as safetensors and as .bin
+    if kind == MODEL and are_formats and not any(each.manifest in names for each in candidates):
+        # Releases hold both, and transformers reads the former. Of saves, which have manifests, one may be stale.
+        chosen = next(each for each in candidates if each.suffix == "safetensors")
+        get_dist_logger().info(f"{directory.path} holds a model as safetensors and as .bin: the former is read", [0])
+        return chosen
     if candidates:
         given = sorted(
             file_names.index if file_names.index in names else file_names.single for file_names in candidates

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from booster.checkpoint_io.copy_elements import copy_elements, synchronize_devices
+from booster.checkpoint_io.copy_elements import synchronize_devices
 from booster.checkpoint_io.layout import PAGE_BYTES
 from booster.checkpoint_io.parallel import CheckpointGroup, run_in_threads
 from booster.checkpoint_io.planning.save_plan import BLOCK_BYTES, WriteRange
@@ -19,14 +18,12 @@ from booster.errors import CheckpointError
 from booster.interface import TensorSlice
 from booster.logger import get_dist_logger
 
-from .writer import host_memory
+from .writer import host_memory, read_range
 
 # The training waits for the copy, so a few threads share it: plain Python threads, because torch's intra-op threads
 # spin while they wait (see `copy_elements`).
 _NUM_THREADS = 4
 _ALIGNMENT = 64  # of each copy, for SIMD loads
-
-Span = tuple[int, int]
 
 
 class Arena:
@@ -80,162 +77,87 @@ class _ArenaBlock:
         return self.memory.numel() - self.used
 
 
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """Elements of a slice, and the bytes that they are copied to."""
-
-    source: TensorSlice
-    span: Span
-    target: torch.Tensor
-
-    @property
-    def num_bytes(self) -> int:
-        return (self.span[1] - self.span[0]) * self.source.dtype.itemsize
-
-
 # Note [Staging blocks]
 # torch rounds pinned memory up to a power of two, up to twice what a rank writes. So the copies of a save lie in blocks
-# of at most MAX_BLOCK_BYTES. Ranges of the plan are shorter than that; each lies in one block, behind the one before
-# it, so that a slice may be continued in the next block.
+# of at most MAX_BLOCK_BYTES, one behind the other. Ranges of the plan are shorter than that.
 MAX_BLOCK_BYTES = 256 * 2**20
 
-
-@dataclass(slots=True)
-class _Segment:
-    """Consecutive elements of a slice in one block."""
-
-    span: Span
-    block: int
-    offset: int
+CopyOf = Callable[[WriteRange], TensorSlice]
+_Copy = tuple[TensorSlice, WriteRange, torch.Tensor]  # a range of a slice, and the bytes that it is copied to
 
 
-class StagedSlices:
-    """Copies of the ranges of a save in the arena's memory; see `slice_of`.
-
-    No references to the original tensors are kept, so the training may free them.
-
-    Args:
-        slices: Original slices.
-        segments: Copied segments of each slice, by index, in order.
-        blocks: Arena memory with the copies.
-    """
-
-    def __init__(
-        self,
-        slices: Sequence[TensorSlice],
-        segments: Mapping[int, Sequence[_Segment]],
-        blocks: Sequence[torch.Tensor],
-    ) -> None:
-        self._metadata = {
-            index: {
-                key: getattr(slices[index], key)
-                for key in ("name", "dtype", "global_shape", "box", "primary", "shared")
-            }
-            for index in segments
-        }
-        self._segments = segments
-        self._blocks = blocks
-
-    def slice_of(self, write_range: WriteRange) -> TensorSlice:
-        """Return the copied slice that contains a range, built anew at each call."""
-        index = write_range.slice_index
-        segments, metadata = self._segments[index], self._metadata[index]
-        found = segments[bisect_right(segments, write_range.span[0], key=lambda segment: segment.span[0]) - 1]
-        start, stop = found.span
-        num_bytes = (stop - start) * metadata["dtype"].itemsize
-        copied = self._blocks[found.block][found.offset : found.offset + num_bytes]
-        return TensorSlice(span=found.span, tensor=copied.view(metadata["dtype"]), **metadata)
-
-
-def stage_slices(ranges: Sequence[WriteRange], slices: Sequence[TensorSlice], arena: Arena) -> StagedSlices:
+def stage_slices(ranges: Sequence[WriteRange], slices: Sequence[TensorSlice], arena: Arena) -> CopyOf:
     """Copy what the ranges write into the arena, for `write_ranges`.
 
-    After it returns, the caller may modify its tensors. Memory: the bytes of the ranges, in the dtype of the file.
-    Collective: no.
+    After it returns, the caller may modify its tensors, and free them. Memory: the bytes of the ranges, in the dtype of
+    the file. Collective: no.
 
     Args:
         ranges: Ranges that are written from this rank's memory, no element in two of them.
         slices: This rank's slices.
         arena: Memory for the copies; they are valid until its `reset`.
     """
-    segments, sizes = _layout(ranges, slices)
-    is_pinned = synchronize_devices(slices[index].tensor for index in segments)
-    blocks = [arena.allocate(size, is_pinned=is_pinned) for size in sizes]
-    copies = [
-        _Copy(slices[index], one.span, blocks[one.block][one.offset :][: _num_bytes(one.span, slices[index])])
-        for index, parts in segments.items()
-        for one in parts
-    ]
-    _copy_all(copies)
-    return StagedSlices(slices, segments, blocks)
-
-
-def _layout(ranges: Sequence[WriteRange], slices: Sequence[TensorSlice]) -> tuple[dict[int, list[_Segment]], list[int]]:
-    """Return the segments of each slice that the ranges use, and the sizes of the blocks."""
-    spans_of: dict[int, list[Span]] = {}
-    for write_range in ranges:
-        spans_of.setdefault(write_range.slice_index, []).append(write_range.span)
-    segments: dict[int, list[_Segment]] = {}
+    places: dict[WriteRange, tuple[int, int, int]] = {}  # block, and first and last byte in it
     sizes: list[int] = []
-    for index, spans in spans_of.items():
-        parts = segments.setdefault(index, [])
-        for start, stop in sorted(spans):
-            num_bytes = _num_bytes((start, stop), slices[index])
-            if parts and parts[-1].span[1] == start and sizes[-1] + num_bytes <= MAX_BLOCK_BYTES:
-                parts[-1].span = (parts[-1].span[0], stop)
-                sizes[-1] += num_bytes
-                continue
-            offset = -(-sizes[-1] // _ALIGNMENT) * _ALIGNMENT if sizes else 0
-            if not sizes or offset + num_bytes > MAX_BLOCK_BYTES:
-                offset = 0
-                sizes.append(0)
-            parts.append(_Segment((start, stop), len(sizes) - 1, offset))
-            sizes[-1] = offset + num_bytes
+    for each in ranges:
+        num_bytes = (each.span[1] - each.span[0]) * slices[each.slice_index].dtype.itemsize
+        start = -(-sizes[-1] // _ALIGNMENT) * _ALIGNMENT if sizes else 0
+        if not sizes or start + num_bytes > MAX_BLOCK_BYTES:
+            start = 0
+            sizes.append(0)
+        sizes[-1] = start + num_bytes
+        places[each] = len(sizes) - 1, start, sizes[-1]
     # All but the last have one size, for later saves whose ranges differ.
-    return segments, [*(MAX_BLOCK_BYTES for _ in sizes[:-1]), *sizes[-1:]]
+    sizes[:-1] = [MAX_BLOCK_BYTES] * (len(sizes) - 1)
+    used = {each.slice_index: slices[each.slice_index] for each in ranges}
+    is_pinned = synchronize_devices(one.tensor for one in used.values())
+    blocks = [arena.allocate(size, is_pinned=is_pinned) for size in sizes]
+    keys = ("name", "dtype", "global_shape", "box", "primary", "shared")
+    metadata = {index: {key: getattr(one, key) for key in keys} for index, one in used.items()}
 
+    def target_of(write_range: WriteRange) -> torch.Tensor:
+        block, start, stop = places[write_range]
+        return blocks[block][start:stop]
 
-def _num_bytes(span: Span, source: TensorSlice) -> int:
-    return (span[1] - span[0]) * source.dtype.itemsize
+    def copy_of(write_range: WriteRange) -> TensorSlice:
+        of_slice = metadata[write_range.slice_index]
+        copied = target_of(write_range).view(of_slice["dtype"])
+        return TensorSlice(span=write_range.span, tensor=copied, **of_slice)
+
+    _copy_all([(used[each.slice_index], each, target_of(each)) for each in ranges])
+    return copy_of
 
 
 def _copy_all(copies: Sequence[_Copy]) -> None:
     def work(job: list[_Copy]) -> None:
         for each in job:
-            start = each.source.span[0]
-            copy_elements(
-                each.source.tensor, each.span[0] - start, each.span[1] - start, each.target, each.source.dtype
-            )
+            read_range(*each)
 
-    jobs = list(_jobs(each for each in copies if not _start_async_copy(each)))
+    jobs = list(_jobs(each for each in copies if not _start_async_copy(*each)))
     run_in_threads(work, jobs, min(_NUM_THREADS, len(jobs)))
-    synchronize_devices(each.source.tensor for each in copies)
+    synchronize_devices(source.tensor for source, _, _ in copies)
 
 
-def _start_async_copy(each: _Copy) -> bool:
+def _start_async_copy(source: TensorSlice, write_range: WriteRange, target: torch.Tensor) -> bool:
     """Start a non-blocking transfer if the device can send the tensor without conversion; return whether it did."""
-    tensor, dtype, start = each.source.tensor.detach(), each.source.dtype, each.source.span[0]
+    tensor, dtype, start = source.tensor.detach(), source.dtype, source.span[0]
     if tensor.device.type == "cpu" or tensor.dtype != dtype or not tensor.is_contiguous():
         return False
-    source = tensor.view(-1)[each.span[0] - start : each.span[1] - start]
-    each.target.view(dtype).copy_(source, non_blocking=True)
+    elements = tensor.view(-1)[write_range.span[0] - start : write_range.span[1] - start]
+    target.view(dtype).copy_(elements, non_blocking=True)
     return True
 
 
 def _jobs(copies: Iterable[_Copy]) -> Iterator[list[_Copy]]:
-    """Group the copies into lists of about one block of the file; large copies are split."""
+    """Group the copies into lists of about one block of the file."""
     job: list[_Copy] = []
     free_bytes = BLOCK_BYTES
     for each in copies:
-        itemsize = each.source.dtype.itemsize
-        for start in range(*each.span, BLOCK_BYTES // itemsize):
-            stop = min(start + BLOCK_BYTES // itemsize, each.span[1])
-            first, last = ((place - each.span[0]) * itemsize for place in (start, stop))
-            job.append(_Copy(each.source, (start, stop), each.target[first:last]))
-            free_bytes -= job[-1].num_bytes
-            if free_bytes <= 0:
-                yield job
-                job, free_bytes = [], BLOCK_BYTES
+        job.append(each)
+        free_bytes -= each[2].numel()
+        if free_bytes <= 0:
+            yield job
+            job, free_bytes = [], BLOCK_BYTES
     if job:
         yield job
 

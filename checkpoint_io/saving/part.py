@@ -76,8 +76,7 @@ class FileImage:
         num_bytes: Size of the file.
         offsets: Offset of each tensor in the file; a multiple of its item size.
         specs: Shape and dtype of each tensor.
-        is_packed: Whether tensors are contiguous, from a multiple of `PAGE_BYTES` to the end of the file.
-        data_start: Offset of the tensors in a packed file, 0 in others.
+        data_start: Offset of the tensors in a packed file, where they are contiguous from there on; 0 in others.
     """
 
     head: bytes
@@ -85,7 +84,6 @@ class FileImage:
     num_bytes: int
     offsets: Mapping[str, int]
     specs: Mapping[str, TensorSpec]
-    is_packed: bool
     data_start: int = 0
 
 
@@ -108,7 +106,6 @@ def safetensors_image(file: PlannedFile, metadata: Mapping[str, str]) -> FileIma
         num_bytes=len(head) + file.data_bytes,
         offsets={name: len(head) + start for name, start in starts.items()},
         specs=file.tensors,
-        is_packed=True,
         data_start=len(head),
     )
 
@@ -133,7 +130,6 @@ def torch_image(file: PlannedFile, values: str | None) -> FileImage:
         num_bytes=recorder.position,
         offsets=_offsets(file.tensors, recorder),
         specs=file.tensors,
-        is_packed=False,
     )
 
 
@@ -224,9 +220,7 @@ class PlannedPart:
             files_of_index = {final_names.get(name, name): held for name, held in self.plan.layout.files.items()}
             layout = replace(self.plan.layout, files=files_of_index)
             found[self.plan.layout.index] = json_bytes(index_document(layout, sizes, counted))
-        documents = {
-            name: DocumentRecord(num_bytes=len(raw), crc32=zlib.crc32(raw)) for name, raw in sorted(found.items())
-        }
+        documents = {name: DocumentRecord.of(raw) for name, raw in sorted(found.items())}
         files: dict[str, FileRecord] = {}
         for index, file in enumerate(self.plan.files):
             image = self.image(index)

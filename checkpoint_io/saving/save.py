@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -80,40 +79,128 @@ Plans = list[tuple[SavePlan, Images]]
 Key = tuple[tuple[str, ...], tuple[bytes, ...], tuple[int, ...]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveSession:
-    """Agreed save: plan and identity.
+def _fake_tables(
+    slices: Sequence[TensorSlice], table: bytes, ranks: CheckpointGroup, replicas: fake.FakeReplicas
+) -> tuple[list[bytes], list[int]]:
+    """Return the slice tables of a fake world, of this rank's slices only: what others hold alone changes none of them.
 
-    Attributes:
-        name: Unique name of the save, equal on all ranks.
-        parts: Planned parts of the checkpoint.
-        host_of_rank: Host index of each rank; equal for ranks on the same machine.
+    Returns:
+        The different tables, and for every rank the index of its table.
     """
+    numbers, table_of_rank = {table: 0}, []
+    table_of_axes: dict[tuple[str, ...], int] = {(): 0}
+    for other in range(ranks.size):
+        axes = replicas.axes_between(other)
+        if axes not in table_of_axes:
+            held = [
+                replace(one, primary=False)
+                for one in slices
+                if one.shared and replicas.is_replicated((one.name, one.box, one.span), axes)
+            ]
+            encoded = SliceTable.from_slices(held).encode()
+            table_of_axes[axes] = numbers.setdefault(encoded, len(numbers))
+        table_of_rank.append(table_of_axes[axes])
+    return list(numbers), table_of_rank
 
-    name: str
-    parts: Sequence[PlannedPart]
-    host_of_rank: Sequence[int]
+
+@contextmanager
+def explain_missing_parents(storage: Storage, target: Path, action: str) -> Iterator[None]:
+    """Replace an error by one that names the missing parent directory, if that is the cause.
+
+    Args:
+        storage: Storage of the target.
+        target: File or directory to write; the block creates its parents.
+        action: Description of the operation for messages.
+
+    Raises:
+        CheckpointError: The parents could not be created.
+        OSError: Any other error of the block.
+    """
+    try:
+        yield
+    except OSError as error:
+        parent = Path(os.path.realpath(target.parent))
+        existing = parent
+        while storage.kind(existing) is None:
+            existing = existing.parent
+        if existing == parent and storage.kind(existing) == "directory":
+            raise
+        is_directory = storage.kind(existing) == "directory"
+        reason = f"the directory {parent} cannot be created" if is_directory else f"{existing} is not a directory"
+        raise CheckpointError(
+            f"{action} to {target} failed, because {reason} ({error}): give a path below a writable directory"
+        ) from error
 
 
-class Planner:
-    """Plans the saves of one process group.
+class Saver:
+    """Saves of one process group.
 
     Args:
         ranks: Ranks that save together.
         storage: Storage to write to.
+        timeout_seconds: Timeout for the other ranks in each phase. Optional, defaults to that of the launch.
     """
 
-    def __init__(self, ranks: CheckpointGroup, storage: Storage) -> None:
+    def __init__(self, ranks: CheckpointGroup, storage: Storage, timeout_seconds: float | None = None) -> None:
         self._ranks = ranks
         self._storage = storage
+        self._timeout_seconds = timeout_seconds
         self._plan_cache: OrderedDict[Key, Plans] = OrderedDict()
+        self._async: AsyncSaves | None = None  # made by the first save in the background
+        self._relay: Relay | None = None
 
-    def plan(self, request: SaveRequest) -> SaveSession:
-        """Plan a save on all ranks. Collective.
+    def save(self, request: SaveRequest, *, use_async: bool = False) -> None:
+        """Save; return when the checkpoint is on disk or, with `use_async`, when tensors may be modified.
+
+        Saves take effect in call order: a synchronous save waits for the asynchronous ones before it.
+
+        Collective: every rank must call it with the same arguments and its own slices.
 
         Raises:
-            CheckpointError: Tensors that cannot be written, incomplete tensors, or too little free space.
+            CheckpointError: Tensors cannot be written or are incomplete, too little space is free, or writing failed on
+                some rank; the target is unchanged.
             DesyncError: The ranks requested different saves.
+        """
+        if self._async is not None and use_async:
+            self._async.raise_failures()
+        elif self._async is not None:
+            self._async.wait()  # otherwise an earlier async save would later overwrite this one
+        with Phase("save plan"):
+            name, planned, host_of_rank = self._plan(request)
+        barrier: ErrorBarrier | None = None
+        if self._ranks.size > 1 and fake.replicas is None:
+            barrier = ErrorBarrier(self._ranks.group, name=f"checkpoint/{name}", timeout_seconds=self._timeout_seconds)
+        relay: Relay | None = None
+        if len(set(host_of_rank)) > 1:
+            self._relay = self._relay or Relay(new_cpu_group(self._ranks.group), self._ranks.rank)
+            relay = self._relay
+        if not use_async:
+            slices = [planned_part.part.slices for planned_part in planned]
+            _SaveJob(self._ranks, self._storage, request, planned, slices, barrier, relay).run()
+            return
+
+        def stage(arena: Arena) -> Callable[[], None]:
+            rank = self._ranks.rank
+            copies = [stage_slices(list(one.plan.ranges(owner=rank)), one.part.slices, arena) for one in planned]
+            return _SaveJob(self._ranks, self._storage, request, planned, copies, barrier, relay).run_in_background
+
+        self._async = self._async or AsyncSaves(self._ranks)
+        self._async.start(stage, request.action)
+
+    def wait(self) -> None:
+        """Wait until no save is in flight. Collective.
+
+        Raises:
+            CheckpointError: A save failed on some rank.
+        """
+        if self._async is not None:
+            self._async.wait()
+
+    def _plan(self, request: SaveRequest) -> tuple[str, list[PlannedPart], Sequence[int]]:
+        """Plan a save on all ranks. Collective.
+
+        Returns:
+            Unique name of the save, equal on all ranks, its parts, and the host index of each rank.
         """
         ranks, parts = self._ranks, request.parts
         options = tuple(
@@ -143,7 +230,7 @@ class Planner:
         self._plan_cache.move_to_end(key)
         while len(self._plan_cache) > _MAX_CACHED_PLANS:
             self._plan_cache.popitem(last=False)
-        return SaveSession(name=name, parts=planned, host_of_rank=hosts)
+        return name, planned, hosts
 
     def _exchange_fingerprints(
         self, request: SaveRequest, options: Sequence[str], tables_digest: bytes
@@ -227,126 +314,6 @@ class Planner:
                 " or save elsewhere"
             )
         return planned
-
-
-def _fake_tables(
-    slices: Sequence[TensorSlice], table: bytes, ranks: CheckpointGroup, replicas: fake.FakeReplicas
-) -> tuple[list[bytes], list[int]]:
-    """Return the slice tables of a fake world, of this rank's slices only: what others hold alone changes none of them.
-
-    Returns:
-        The different tables, and for every rank the index of its table.
-    """
-    numbers, table_of_rank = {table: 0}, []
-    table_of_axes: dict[tuple[str, ...], int] = {(): 0}
-    for other in range(ranks.size):
-        axes = replicas.axes_between(other)
-        if axes not in table_of_axes:
-            held = [
-                replace(one, primary=False)
-                for one in slices
-                if one.shared and replicas.is_replicated((one.name, one.box, one.span), axes)
-            ]
-            encoded = SliceTable.from_slices(held).encode()
-            table_of_axes[axes] = numbers.setdefault(encoded, len(numbers))
-        table_of_rank.append(table_of_axes[axes])
-    return list(numbers), table_of_rank
-
-
-@contextmanager
-def explain_missing_parents(storage: Storage, target: Path, action: str) -> Iterator[None]:
-    """Replace an error by one that names the missing parent directory, if that is the cause.
-
-    Args:
-        storage: Storage of the target.
-        target: File or directory to write; the block creates its parents.
-        action: Description of the operation for messages.
-
-    Raises:
-        CheckpointError: The parents could not be created.
-        OSError: Any other error of the block.
-    """
-    try:
-        yield
-    except OSError as error:
-        parent = Path(os.path.realpath(target.parent))
-        existing = parent
-        while storage.kind(existing) is None:
-            existing = existing.parent
-        if existing == parent and storage.kind(existing) == "directory":
-            raise
-        is_directory = storage.kind(existing) == "directory"
-        reason = f"the directory {parent} cannot be created" if is_directory else f"{existing} is not a directory"
-        raise CheckpointError(
-            f"{action} to {target} failed, because {reason} ({error}): give a path below a writable directory"
-        ) from error
-
-
-class Saver:
-    """Saves of one process group.
-
-    Args:
-        ranks: Ranks that save together.
-        storage: Storage to write to.
-        timeout_seconds: Timeout for the other ranks in each phase. Optional, defaults to that of the launch.
-    """
-
-    def __init__(self, ranks: CheckpointGroup, storage: Storage, timeout_seconds: float | None = None) -> None:
-        self._ranks = ranks
-        self._storage = storage
-        self._timeout_seconds = timeout_seconds
-        self._planner = Planner(ranks, storage)
-        self._async: AsyncSaves | None = None  # made by the first save in the background
-        self._relay: Relay | None = None
-
-    def save(self, request: SaveRequest, *, use_async: bool = False) -> None:
-        """Save; return when the checkpoint is on disk or, with `use_async`, when tensors may be modified.
-
-        Saves take effect in call order: a synchronous save waits for the asynchronous ones before it.
-
-        Collective: every rank must call it with the same arguments and its own slices.
-
-        Raises:
-            CheckpointError: Writing failed on some rank; the target is unchanged.
-            DesyncError: The ranks requested different saves.
-        """
-        if self._async is not None and use_async:
-            self._async.raise_failures()
-        elif self._async is not None:
-            self._async.wait()  # otherwise an earlier async save would later overwrite this one
-        with Phase("save plan"):
-            session = self._planner.plan(request)
-        planned = session.parts
-        barrier: ErrorBarrier | None = None
-        if self._ranks.size > 1 and fake.replicas is None:
-            barrier = ErrorBarrier(
-                self._ranks.group, name=f"checkpoint/{session.name}", timeout_seconds=self._timeout_seconds
-            )
-        relay: Relay | None = None
-        if len(set(session.host_of_rank)) > 1:
-            self._relay = self._relay or Relay(new_cpu_group(self._ranks.group), self._ranks.rank)
-            relay = self._relay
-        slices = [planned_part.part.slices for planned_part in planned]
-        if not use_async:
-            _SaveJob(self._ranks, self._storage, request, planned, slices, barrier, relay).run()
-            return
-
-        def stage(arena: Arena) -> Callable[[], None]:
-            rank = self._ranks.rank
-            copies = [stage_slices(list(one.plan.ranges(owner=rank)), one.part.slices, arena) for one in planned]
-            return _SaveJob(self._ranks, self._storage, request, planned, copies, barrier, relay).run_in_background
-
-        self._async = self._async or AsyncSaves(self._ranks)
-        self._async.start(stage, request.action)
-
-    def wait(self) -> None:
-        """Wait until no save is in flight. Collective.
-
-        Raises:
-            CheckpointError: A save failed on some rank.
-        """
-        if self._async is not None:
-            self._async.wait()
 
 
 @dataclass(slots=True, eq=False)
@@ -488,10 +455,7 @@ class _SaveJob:
         if self._request.manifest_name is not None:
             for name in self._request.documents:
                 self._storage.write_file(directory / name, documents[name])
-            records = {
-                name: DocumentRecord(num_bytes=len(raw), crc32=zlib.crc32(raw))
-                for name, raw in sorted(documents.items())
-            }
+            records = {name: DocumentRecord.of(raw) for name, raw in sorted(documents.items())}
             manifest = Manifest(kind="training_state", files={}, documents=records, metadata=metadata)
             self._storage.write_file(directory / self._request.manifest_name, manifest.encode())
         self._transaction.commit(is_stale=self._is_stale)

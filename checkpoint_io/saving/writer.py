@@ -11,11 +11,11 @@ from __future__ import annotations
 import errno
 import mmap
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -266,14 +266,7 @@ class _WriteJob:
     writes: list[_RangeWrite] = field(default_factory=list)
 
 
-class CopiedSlices(Protocol):
-    """Copies of what a rank's ranges write."""
-
-    def slice_of(self, write_range: WriteRange) -> TensorSlice:
-        """Return a slice that contains the range."""
-
-
-Slices: TypeAlias = Sequence[TensorSlice] | CopiedSlices
+Slices: TypeAlias = Sequence[TensorSlice] | Callable[[WriteRange], TensorSlice]
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +276,7 @@ class PartWrites:
     Attributes:
         files: Paths and images of the plan's files, already created in full size.
         ranges: Ranges to write; file order is fastest.
-        slices: This rank's slices, by `slice_index`, or copies of what the ranges write.
+        slices: This rank's slices, by `slice_index`, or a function that returns the copy of a range.
     """
 
     files: Sequence[tuple[Path, FileImage]]
@@ -373,7 +366,7 @@ def _jobs(part: PartWrites, checksums: list[int]) -> Iterator[_WriteJob]:
         if write_range.span[0] == write_range.span[1]:
             continue
         path, image = part.files[write_range.file]
-        source = slices[write_range.slice_index] if isinstance(slices, Sequence) else slices.slice_of(write_range)
+        source = slices[write_range.slice_index] if isinstance(slices, Sequence) else slices(write_range)
         start = run_start(source.global_shape, write_range.box, write_range.span[0]) * source.dtype.itemsize
         write = _RangeWrite(index, write_range, source, image.offsets[write_range.name] + start)
         block = (write.offset - image.data_start) // BLOCK_BYTES
@@ -483,9 +476,7 @@ class Relay:
             num_bytes = (write_range.span[1] - write_range.span[0]) * plan.specs[write_range.name].dtype.itemsize
             if write_range.owner == self._rank:
                 buffer = torch.empty(num_bytes, dtype=torch.uint8)
-                source = (
-                    slices[write_range.slice_index] if isinstance(slices, Sequence) else slices.slice_of(write_range)
-                )
+                source = slices[write_range.slice_index] if isinstance(slices, Sequence) else slices(write_range)
                 read_range(source, write_range, buffer)
                 send(buffer, write_range.writer, self._group)
             elif write_range.writer == self._rank:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from booster.checkpoint_io.loading.fill import read_slices
+from booster.checkpoint_io.loading.fill import empty_slice, read_slices
 from booster.checkpoint_io.loading.reader import StoredCheckpoint
-from booster.interface import TensorSlice, TensorSpec
+from booster.interface import TensorSpec
 
 BATCH_BYTES = 2**24  # per side and batch
 CHUNK_ELEMENTS = 2**20  # converted to fp64 at a time
@@ -159,21 +159,9 @@ def _batches(specs: Mapping[str, TensorSpec]) -> Iterator[list[tuple[str, int, i
 def _read(
     stored: StoredCheckpoint, specs: Mapping[str, TensorSpec], batch: Iterable[tuple[str, int, int]]
 ) -> list[torch.Tensor]:
-    chunks = [(name, _empty_slice(name, specs[name], start, stop)) for name, start, stop in batch]
+    chunks = [(name, empty_slice(name, specs[name], (start, stop))) for name, start, stop in batch]
     read_slices(stored, chunks)
     return [chunk.tensor for _, chunk in chunks]
-
-
-def _empty_slice(name: str, spec: TensorSpec, start: int, stop: int) -> TensorSlice:
-    return TensorSlice(
-        name=name,
-        dtype=spec.dtype,
-        global_shape=spec.shape,
-        box=tuple((0, size) for size in spec.shape),
-        span=(start, stop),
-        tensor=torch.empty(stop - start, dtype=spec.dtype),
-        primary=False,
-    )
 
 
 def _add(total: ElementDifference | None, other: ElementDifference) -> ElementDifference:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -13,10 +12,9 @@ from typing import Any
 
 import torch
 
-from booster.checkpoint_io.commit import list_directory, resolve
+from booster.checkpoint_io.commit import list_directory, read_document
 from booster.checkpoint_io.formats import json_values
-from booster.checkpoint_io.formats.json import MAX_JSON_BYTES
-from booster.checkpoint_io.formats.manifest import Manifest
+from booster.checkpoint_io.formats.manifest import DocumentRecord, Manifest
 from booster.checkpoint_io.formats.optimizer_values import parse_values
 from booster.checkpoint_io.formats.tensor_files import GROUPS_KEY, open_tensor_file
 from booster.checkpoint_io.layout import GRADIENTS, MODEL, OPTIMIZER, RANDOM_STATE, FileKind, FileNames
@@ -144,10 +142,11 @@ def read_training_state(storage: Storage, contents: CheckpointContents) -> bytes
     """
     if contents.manifest is None:
         return None
-    path = resolve(storage, contents.path, TRAINING_STATE)
-    raw = storage.read_file(path, max_bytes=MAX_JSON_BYTES, inside=contents.path)
-    if zlib.crc32(raw) != contents.manifest.documents[TRAINING_STATE].crc32:
-        raise CheckpointError(f"{path} is not the file that was saved: take another copy of the checkpoint")
+    raw = read_document(storage, contents.path, TRAINING_STATE)
+    if DocumentRecord.of(raw) != contents.manifest.documents[TRAINING_STATE]:
+        raise CheckpointError(
+            f"{contents.path / TRAINING_STATE} is not the file that was saved: take another copy of the checkpoint"
+        )
     return raw
 
 
@@ -327,12 +326,10 @@ def verify_documents(storage: Storage, contents: CheckpointContents) -> int:
     if contents.manifest is None:
         return 0
     for name, record in contents.manifest.documents.items():
-        folder, _, base = name.rpartition("/")
-        path = resolve(storage, contents.path / folder, base)
-        raw = storage.read_file(path, max_bytes=MAX_JSON_BYTES, inside=contents.path)
-        if len(raw) != record.num_bytes or zlib.crc32(raw) != record.crc32:
+        if DocumentRecord.of(read_document(storage, contents.path, name)) != record:
             raise CheckpointError(
-                f"{path} is not the file that was written: its size or checksum differs. Take another copy of it"
+                f"{contents.path / name} is not the file that was written: its size or checksum differs. Take another"
+                " copy of it"
             )
     return len(contents.manifest.documents)
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from booster.checkpoint_io.commit import resolve
-from booster.checkpoint_io.formats.json import MAX_JSON_BYTES
-from booster.checkpoint_io.formats.manifest import Manifest
+from booster.checkpoint_io.commit import read_document
+from booster.checkpoint_io.formats.manifest import DocumentRecord, Manifest
 from booster.checkpoint_io.layout import GRADIENTS, MODEL, OPTIMIZER, RANDOM_STATE
 from booster.checkpoint_io.loading.fill import read_slices
 from booster.checkpoint_io.loading.load import Load, Loader, ModelLoad, OptimizerLoad, incomplete_on_failure
@@ -88,7 +86,10 @@ def load_training_state(
     verify: str,
     missing_ok: bool,
 ) -> Any:
-    """Fill the parts and return `extra`; see `TrainingStateIO.load`. Collective."""
+    """Load from a directory, or from the latest committed step below it; return `extra`. Collective.
+
+    For arguments and errors, see `CheckpointIO.load_training_state` and `Booster.load`.
+    """
     action = f"loading the training state from {path}"
     check_same_across_ranks("what they load", [action, f"missing_ok={missing_ok}"], ranks.group)
     for attempt in range(_MAX_ATTEMPTS):
@@ -255,9 +256,7 @@ def _read_latest(storage: Storage, root: Path, parts: TrainingParts) -> tuple[Pa
             manifest = read_training_manifest(storage, latest.path)
             if manifest is None:
                 raise CheckpointError(f"{latest.path} was removed while it was being loaded: load again")
-            _check_documents(storage, latest.path, manifest, parts)
-            document_path = resolve(storage, latest.path, TRAINING_STATE)
-            return latest.path, storage.read_file(document_path, max_bytes=MAX_JSON_BYTES, inside=latest.path)
+            return latest.path, _read_checked(storage, latest.path, manifest, parts)
         except (CheckpointError, OSError):
             # Unless a newer step has replaced it meanwhile.
             if attempt + 1 == _MAX_ATTEMPTS or latest.path == root or storage.kind(latest.path) is not None:
@@ -265,8 +264,9 @@ def _read_latest(storage: Storage, root: Path, parts: TrainingParts) -> tuple[Pa
     raise AssertionError("the last attempt returns or raises")
 
 
-def _check_documents(storage: Storage, directory: Path, manifest: Manifest, parts: TrainingParts) -> None:
-    """Check that the documents of the requested parts are those that were saved with the training state."""
+def _read_checked(storage: Storage, directory: Path, manifest: Manifest, parts: TrainingParts) -> bytes:
+    """Return the document of a training state, once those of the requested parts are known to be of the same save."""
+    document = b""
     requested = [
         (MODEL, parts.models),
         (OPTIMIZER, parts.optimizers),
@@ -278,12 +278,14 @@ def _check_documents(storage: Storage, directory: Path, manifest: Manifest, part
         is_requested = any(folder in folders and kind.names_of(base) is not None for kind, folders in requested)
         if name != TRAINING_STATE and not is_requested:
             continue
-        raw = storage.read_file(resolve(storage, directory, name), max_bytes=MAX_JSON_BYTES, inside=directory)
-        if len(raw) != record.num_bytes or zlib.crc32(raw) != record.crc32:
+        raw = read_document(storage, directory, name)
+        document = raw if name == TRAINING_STATE else document
+        if DocumentRecord.of(raw) != record:
             raise CheckpointError(
                 f"{directory / name} is not the file that this training state was saved with: it is damaged, or from"
                 " another save into the same directory. Take another copy, or load only the model by load_model()"
             )
+    return document
 
 
 def _loads(

@@ -6,8 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from booster.checkpoint_io.commit import Transaction, list_directory, remove_checkpoint, resolve
-from booster.checkpoint_io.formats.json import MAX_JSON_BYTES
+from booster.checkpoint_io.commit import Transaction, list_directory, read_document, remove_checkpoint, resolve
 from booster.checkpoint_io.formats.manifest import Manifest
 from booster.checkpoint_io.storage import Storage
 from booster.errors import CheckpointError, ConfigError
@@ -150,8 +149,8 @@ def read_training_manifest(storage: Storage, directory: Path) -> Manifest | None
         storage, directory
     ):
         return None
-    path = resolve(storage, directory, TRAINING_STATE_MANIFEST)
-    manifest = Manifest.parse(storage.read_file(path, max_bytes=MAX_JSON_BYTES, inside=directory), str(path))
+    path = directory / TRAINING_STATE_MANIFEST
+    manifest = Manifest.parse(read_document(storage, directory, path.name), str(path))
     record = manifest.documents.get(TRAINING_STATE)
     if manifest.kind != "training_state" or record is None:
         raise CheckpointError(f"{path} is not the manifest of a training state: take another copy of the checkpoint")

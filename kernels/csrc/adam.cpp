@@ -11,42 +11,16 @@
 
 namespace booster {
 
-#if defined(BOOSTER_HAS_AVX512)
-namespace avx512 {
-void adam_range(const AdamTensor&, const AdamSettings&, int64_t, int64_t);
-}
-#endif
-#if defined(BOOSTER_HAS_AVX2)
-namespace avx2 {
-void adam_range(const AdamTensor&, const AdamSettings&, int64_t, int64_t);
-}
-#endif
-#if defined(BOOSTER_HAS_NEON)
-namespace neon {
-void adam_range(const AdamTensor&, const AdamSettings&, int64_t, int64_t);
-}
-#else
-namespace baseline {
-void adam_range(const AdamTensor&, const AdamSettings&, int64_t, int64_t);
-}
-#endif
+#define BOOSTER_DECLARE(set) \
+    namespace set {          \
+    void adam_range(const AdamTensor&, const AdamSettings&, int64_t, int64_t); \
+    }
+BOOSTER_FOR_EACH_SET(BOOSTER_DECLARE)
 
 namespace {
 
-AdamRange range_function(const std::string& wanted) {
-    const std::string name = chosen_instruction_set(wanted);
-#if defined(BOOSTER_HAS_AVX512)
-    if (name == "avx512") return avx512::adam_range;
-#endif
-#if defined(BOOSTER_HAS_AVX2)
-    if (name == "avx2") return avx2::adam_range;
-#endif
-#if defined(BOOSTER_HAS_NEON)
-    return neon::adam_range;
-#else
-    return baseline::adam_range;
-#endif
-}
+#define BOOSTER_ADAM_RANGE(set) set::adam_range,
+constexpr AdamRange ADAM_RANGES[] = {BOOSTER_FOR_EACH_SET(BOOSTER_ADAM_RANGE)};
 
 // The settings from Python; documented in adam.py.
 struct Options {
@@ -179,7 +153,7 @@ void adam_step(const std::vector<int64_t>& table, const std::vector<double>& ste
                uint64_t seed, int num_threads, const std::string& instruction_set) {
     const Options options{lr, beta1, beta2, eps, weight_decay, decoupled_weight_decay, bias_correction, multiplier,
                           multiplier_address, zero_grads, rounds_stochastically, seed, num_threads};
-    const AdamRange function = range_function(instruction_set);
+    const AdamRange function = ADAM_RANGES[chosen_set(instruction_set)];
     pybind11::gil_scoped_release released;
     const std::vector<AdamTensor> tensors = tensors_of(table, steps, options);
     AdamSettings settings = settings_of(options);

@@ -36,9 +36,11 @@ template <class Element>
 inline void write(Element* to, Vec v, First lanes) {
     store_partial(to, v, lanes.count);
 }
-inline void write_stochastic(BFloat16* to, Vec v, UVec random, Whole) { store_bf16_stochastic(&to->bits, v, random); }
+inline void write_stochastic(BFloat16* to, Vec v, UVec random, Whole) {
+    store_16bit(&to->bits, stochastic_bf16(v, random));
+}
 inline void write_stochastic(BFloat16* to, Vec v, UVec random, First lanes) {
-    store_bf16_stochastic_partial(&to->bits, v, random, lanes.count);
+    store_16bit_partial(&to->bits, stochastic_bf16(v, random), lanes.count);
 }
 
 // The settings, broadcast to all lanes.

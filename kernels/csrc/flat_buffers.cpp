@@ -12,55 +12,23 @@ namespace py = pybind11;
 
 namespace booster {
 
-#if defined(BOOSTER_HAS_AVX512)
-namespace avx512 {
-double sum_of_squares(const void*, int, int64_t);
-void scaled_copy(const void*, int, void*, int, int64_t, float, bool);
-}
-#endif
-#if defined(BOOSTER_HAS_AVX2)
-namespace avx2 {
-double sum_of_squares(const void*, int, int64_t);
-void scaled_copy(const void*, int, void*, int, int64_t, float, bool);
-}
-#endif
-#if defined(BOOSTER_HAS_NEON)
-namespace neon {
-double sum_of_squares(const void*, int, int64_t);
-void scaled_copy(const void*, int, void*, int, int64_t, float, bool);
-}
-#else
-namespace baseline {
-double sum_of_squares(const void*, int, int64_t);
-void scaled_copy(const void*, int, void*, int, int64_t, float, bool);
-}
-#endif
+#define BOOSTER_DECLARE(set) \
+    namespace set {          \
+    double sum_of_squares(const void* data, int dtype, int64_t length); \
+    void scaled_copy(const void* from, int from_dtype, void* to, int to_dtype, int64_t length, float scale, \
+                     bool streams); \
+    }
+BOOSTER_FOR_EACH_SET(BOOSTER_DECLARE)
 
 namespace {
 
-using SumOfSquares = double (*)(const void* data, int dtype, int64_t length);
-using ScaledCopy = void (*)(const void* from, int from_dtype, void* to, int to_dtype, int64_t length, float scale,
-                            bool streams);
-
 struct Functions {
-    SumOfSquares sum_of_squares;
-    ScaledCopy scaled_copy;
+    double (*sum_of_squares)(const void*, int, int64_t);
+    void (*scaled_copy)(const void*, int, void*, int, int64_t, float, bool);
 };
 
-Functions functions_of(const std::string& wanted) {
-    const std::string name = chosen_instruction_set(wanted);
-#if defined(BOOSTER_HAS_AVX512)
-    if (name == "avx512") return {avx512::sum_of_squares, avx512::scaled_copy};
-#endif
-#if defined(BOOSTER_HAS_AVX2)
-    if (name == "avx2") return {avx2::sum_of_squares, avx2::scaled_copy};
-#endif
-#if defined(BOOSTER_HAS_NEON)
-    return {neon::sum_of_squares, neon::scaled_copy};
-#else
-    return {baseline::sum_of_squares, baseline::scaled_copy};
-#endif
-}
+#define BOOSTER_FUNCTIONS(set) {set::sum_of_squares, set::scaled_copy},
+constexpr Functions FUNCTIONS[] = {BOOSTER_FOR_EACH_SET(BOOSTER_FUNCTIONS)};
 
 struct Tensor {
     char* data;
@@ -121,7 +89,7 @@ int threads_for(int64_t numel, int num_threads) {
 }
 
 double sum_of_squares(const std::vector<int64_t>& table, int num_threads, const std::string& instruction_set) {
-    const SumOfSquares sum_of_part = functions_of(instruction_set).sum_of_squares;
+    const auto sum_of_part = FUNCTIONS[chosen_set(instruction_set)].sum_of_squares;
     const py::gil_scoped_release release;
     const FlatRow row(table);
     std::vector<double> sums(static_cast<size_t>((row.numel() + GRANULE - 1) / GRANULE), 0.0);
@@ -148,7 +116,7 @@ enum class Direction { PACK, UNPACK };
 
 void copy(const std::vector<int64_t>& table, Buffer flat, Direction direction, float scale, int num_threads,
           const std::string& instruction_set) {
-    const ScaledCopy scaled_copy = functions_of(instruction_set).scaled_copy;
+    const auto scaled_copy = FUNCTIONS[chosen_set(instruction_set)].scaled_copy;
     const py::gil_scoped_release release;
     const FlatRow row(table);
     const bool streams = row.numel() * itemsize(flat.dtype) >= STREAMED_BYTES;

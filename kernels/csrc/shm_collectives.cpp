@@ -25,6 +25,14 @@
 namespace py = pybind11;
 
 namespace booster {
+
+#define BOOSTER_DECLARE(set) \
+    namespace set {          \
+    void reduce(const Reduction& what, const void* const* terms, int num_terms, void* output, int64_t count); \
+    void copy_past_caches(void* to, const void* from, int64_t bytes); \
+    }
+BOOSTER_FOR_EACH_SET(BOOSTER_DECLARE)
+
 namespace {
 
 constexpr uint64_t ELEMENT_BYTES[NUM_ELEMENT_TYPES] = {4, 2, 2, 8, 1, 4, 8};
@@ -42,20 +50,8 @@ struct Functions {
     CopyFunction copy_past_caches;
 };
 
-Functions functions_of(const std::string& instruction_set) {
-    const std::string name = chosen_instruction_set(instruction_set);
-#if defined(BOOSTER_HAS_AVX512)
-    if (name == "avx512") return {avx512::reduce, avx512::copy_past_caches};
-#endif
-#if defined(BOOSTER_HAS_AVX2)
-    if (name == "avx2") return {avx2::reduce, avx2::copy_past_caches};
-#endif
-#if defined(BOOSTER_HAS_NEON)
-    return {neon::reduce, neon::copy_past_caches};
-#else
-    return {baseline::reduce, baseline::copy_past_caches};
-#endif
-}
+#define BOOSTER_FUNCTIONS(set) {set::reduce, set::copy_past_caches},
+constexpr Functions FUNCTIONS[] = {BOOSTER_FOR_EACH_SET(BOOSTER_FUNCTIONS)};
 
 // Runs Python's pending signal handlers; returns true if one of them raised.
 bool has_interrupt() {
@@ -180,14 +176,14 @@ class Collectives {
 std::unique_ptr<Collectives> create(int num_ranks, uint64_t slot_bytes, uint64_t key, double timeout_seconds,
                                     const std::string& instruction_set) {
     return std::make_unique<Collectives>(Segment::create(num_ranks, slot_bytes, key), 0, timeout_seconds,
-                                         functions_of(instruction_set));
+                                         FUNCTIONS[chosen_set(instruction_set)]);
 }
 
 std::unique_ptr<Collectives> attach(int process_id, int file_number, int num_ranks, int rank, uint64_t slot_bytes,
                                     uint64_t key, double timeout_seconds, const std::string& instruction_set) {
     return std::make_unique<Collectives>(
         Segment::attach(process_id, file_number, num_ranks, slot_bytes, key), rank, timeout_seconds,
-        functions_of(instruction_set));
+        FUNCTIONS[chosen_set(instruction_set)]);
 }
 
 }  // namespace

@@ -97,16 +97,8 @@ void reduce_plainly(const Reduction& what, const void* const* terms, int num_ter
     }
 }
 
-template <class Half>
-void widen(const Half* from, float* to, int count) {
-    for (int i = 0; i < count; i += WIDTH) {
-        const int left = count - i < WIDTH ? count - i : WIDTH;
-        store_partial(to + i, load_partial(from + i, left), left);
-    }
-}
-
-template <class Half>
-void narrow(const float* from, Half* to, int count) {
+template <class From, class To>
+void convert(const From* from, To* to, int count) {
     for (int i = 0; i < count; i += WIDTH) {
         const int left = count - i < WIDTH ? count - i : WIDTH;
         store_partial(to + i, load_partial(from + i, left), left);
@@ -119,12 +111,12 @@ void max_of_halves(const void* const* terms, int num_terms, void* output, int64_
     Half* to = static_cast<Half*>(output);
     for (int64_t at = 0; at < count; at += BLOCK) {
         const int length = count - at < BLOCK ? static_cast<int>(count - at) : BLOCK;
-        widen(term_at<Half>(terms, 0, at), total, length);
+        convert(term_at<Half>(terms, 0, at), total, length);
         for (int term = 1; term < num_terms + accumulates; ++term) {
-            widen(term < num_terms ? term_at<Half>(terms, term, at) : to + at, other, length);
+            convert(term < num_terms ? term_at<Half>(terms, term, at) : to + at, other, length);
             combine(total, other, length, MAX);
         }
-        narrow(total, to + at, length);
+        convert(total, to + at, length);
     }
 }
 

@@ -29,26 +29,4 @@ struct Reduction {
     bool goes_past_caches;  // non-temporal stores: the output is neither a term nor read soon
 };
 
-#define BOOSTER_SHM_VECTOR(isa) \
-    namespace isa {             \
-    void reduce(const Reduction& what, const void* const* terms, int num_terms, void* output, int64_t count); \
-    void copy_past_caches(void* to, const void* from, int64_t bytes); \
-    }
-
-#if defined(BOOSTER_ISA)
-BOOSTER_SHM_VECTOR(BOOSTER_ISA)
-#else
-#if defined(BOOSTER_HAS_AVX512)
-BOOSTER_SHM_VECTOR(avx512)
-#endif
-#if defined(BOOSTER_HAS_AVX2)
-BOOSTER_SHM_VECTOR(avx2)
-#endif
-#if defined(BOOSTER_HAS_NEON)
-BOOSTER_SHM_VECTOR(neon)
-#else
-BOOSTER_SHM_VECTOR(baseline)
-#endif
-#endif
-
 }  // namespace booster

@@ -7,11 +7,12 @@
 //     WIDTH, VECTOR_BYTES                      lanes of a Vec, and the bytes of that many fp32
 //     Vec, set1(x)                             fp32 lanes
 //     load(p), load_partial(p, count)          from float*; the lanes from `count` on are 0; no alignment needed
-//     load_bf16, load_f16 (+ _partial)         from uint16_t*, widened to fp32, which is exact
 //     store(p, v), store_partial(p, v, count)  to float*; only the first `count` lanes
-//     store_bf16, store_f16 (+ _partial)       to uint16_t*, rounded to nearest even; denormals stay, nan stays nan
-//     store_bf16_stochastic (+ _partial)       to uint16_t*, rounded up with the probability of the discarded fraction
-//     stream(p, v), stream_bf16, stream_f16    non-temporal stores; p aligned to the stored size; then stream_fence()
+//     stream(p, v)                             non-temporal store; p aligned to the stored size; then stream_fence()
+//     load_16bit, store_16bit, stream_16bit    likewise (+ _partial), of uint16_t* and a vector of 16-bit lanes
+//     widen_bf16, widen_f16                    16-bit lanes to fp32, which is exact
+//     nearest_bf16, nearest_f16                to 16-bit lanes, rounded to nearest even; denormals stay, nan stays nan
+//     stochastic_bf16(v, random)               to 16-bit lanes, rounded up with the probability of the cut fraction
 //     add, sub, mul, div, sqrt, fma(a, b, c) = a * b + c, rounded once
 //     UVec, set1_u32(x), lane_numbers(), add, exclusive_or, mul_low, shift_right<count>(v)   uint32 lanes, wrapping
 //
@@ -58,17 +59,17 @@ struct Float16 {
 namespace booster {
 namespace BOOSTER_ISA {
 
-inline Vec load(const BFloat16* from) { return load_bf16(&from->bits); }
-inline Vec load(const Float16* from) { return load_f16(&from->bits); }
-inline Vec load_partial(const BFloat16* from, int count) { return load_bf16_partial(&from->bits, count); }
-inline Vec load_partial(const Float16* from, int count) { return load_f16_partial(&from->bits, count); }
+inline Vec load(const BFloat16* from) { return widen_bf16(load_16bit(&from->bits)); }
+inline Vec load(const Float16* from) { return widen_f16(load_16bit(&from->bits)); }
+inline Vec load_partial(const BFloat16* from, int count) { return widen_bf16(load_16bit_partial(&from->bits, count)); }
+inline Vec load_partial(const Float16* from, int count) { return widen_f16(load_16bit_partial(&from->bits, count)); }
 
-inline void store(BFloat16* to, Vec v) { store_bf16(&to->bits, v); }
-inline void store(Float16* to, Vec v) { store_f16(&to->bits, v); }
-inline void store_partial(BFloat16* to, Vec v, int count) { store_bf16_partial(&to->bits, v, count); }
-inline void store_partial(Float16* to, Vec v, int count) { store_f16_partial(&to->bits, v, count); }
-inline void stream(BFloat16* to, Vec v) { stream_bf16(&to->bits, v); }
-inline void stream(Float16* to, Vec v) { stream_f16(&to->bits, v); }
+inline void store(BFloat16* to, Vec v) { store_16bit(&to->bits, nearest_bf16(v)); }
+inline void store(Float16* to, Vec v) { store_16bit(&to->bits, nearest_f16(v)); }
+inline void store_partial(BFloat16* to, Vec v, int count) { store_16bit_partial(&to->bits, nearest_bf16(v), count); }
+inline void store_partial(Float16* to, Vec v, int count) { store_16bit_partial(&to->bits, nearest_f16(v), count); }
+inline void stream(BFloat16* to, Vec v) { stream_16bit(&to->bits, nearest_bf16(v)); }
+inline void stream(Float16* to, Vec v) { stream_16bit(&to->bits, nearest_f16(v)); }
 
 // Prefetches the cache line of an address, which may be unmapped.
 inline void prefetch(const void* address) { __builtin_prefetch(address, 0, 3); }

@@ -37,6 +37,7 @@ inline UVec shift_right(UVec a) {
 inline Vec widen_bf16(__m128i bits) {
     return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16))};
 }
+inline Vec widen_f16(__m128i bits) { return {_mm256_cvtph_ps(bits)}; }
 
 // The rounding term is added below the 16 bits that are kept; inf and nan skip it, and a nan keeps a mantissa bit.
 inline __m128i narrow_bf16(Vec v, __m256i rounding) {
@@ -72,27 +73,11 @@ inline void stream_16bit(uint16_t* to, __m128i bits) { _mm_stream_si128(reinterp
 
 inline Vec load(const float* from) { return {_mm256_loadu_ps(from)}; }
 inline Vec load_partial(const float* from, int count) { return {_mm256_maskload_ps(from, first_lanes(count))}; }
-inline Vec load_bf16(const uint16_t* from) { return widen_bf16(load_16bit(from)); }
-inline Vec load_bf16_partial(const uint16_t* from, int count) { return widen_bf16(load_16bit_partial(from, count)); }
-inline Vec load_f16(const uint16_t* from) { return {_mm256_cvtph_ps(load_16bit(from))}; }
-inline Vec load_f16_partial(const uint16_t* from, int count) {
-    return {_mm256_cvtph_ps(load_16bit_partial(from, count))};
-}
 
 inline void store(float* to, Vec v) { _mm256_storeu_ps(to, v.lanes); }
 inline void store_partial(float* to, Vec v, int count) { _mm256_maskstore_ps(to, first_lanes(count), v.lanes); }
-inline void store_bf16(uint16_t* to, Vec v) { store_16bit(to, nearest_bf16(v)); }
-inline void store_bf16_partial(uint16_t* to, Vec v, int count) { store_16bit_partial(to, nearest_bf16(v), count); }
-inline void store_f16(uint16_t* to, Vec v) { store_16bit(to, nearest_f16(v)); }
-inline void store_f16_partial(uint16_t* to, Vec v, int count) { store_16bit_partial(to, nearest_f16(v), count); }
-inline void store_bf16_stochastic(uint16_t* to, Vec v, UVec random) { store_16bit(to, stochastic_bf16(v, random)); }
-inline void store_bf16_stochastic_partial(uint16_t* to, Vec v, UVec random, int count) {
-    store_16bit_partial(to, stochastic_bf16(v, random), count);
-}
 
 inline void stream(float* to, Vec v) { _mm256_stream_ps(to, v.lanes); }
-inline void stream_bf16(uint16_t* to, Vec v) { stream_16bit(to, nearest_bf16(v)); }
-inline void stream_f16(uint16_t* to, Vec v) { stream_16bit(to, nearest_f16(v)); }
 inline void stream_fence() { _mm_sfence(); }
 
 }  // namespace BOOSTER_ISA

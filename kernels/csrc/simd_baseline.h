@@ -89,33 +89,23 @@ inline Vec widen_f16(uint16_t bits) {
     return {sign ? -value : value};
 }
 
+inline uint16_t load_16bit(const uint16_t* from) { return *from; }
+inline uint16_t load_16bit_partial(const uint16_t* from, int count) { return count ? *from : uint16_t{0}; }
+inline void store_16bit(uint16_t* to, uint16_t bits) { *to = bits; }
+inline void store_16bit_partial(uint16_t* to, uint16_t bits, int count) {
+    if (count) *to = bits;
+}
+inline void stream_16bit(uint16_t* to, uint16_t bits) { *to = bits; }
+
 inline Vec load(const float* from) { return {*from}; }
 inline Vec load_partial(const float* from, int count) { return {count ? *from : 0.0f}; }
-inline Vec load_bf16(const uint16_t* from) { return widen_bf16(*from); }
-inline Vec load_bf16_partial(const uint16_t* from, int count) { return widen_bf16(count ? *from : 0); }
-inline Vec load_f16(const uint16_t* from) { return widen_f16(*from); }
-inline Vec load_f16_partial(const uint16_t* from, int count) { return widen_f16(count ? *from : 0); }
 
 inline void store(float* to, Vec v) { *to = v.lane; }
-inline void store_bf16(uint16_t* to, Vec v) { *to = nearest_bf16(v); }
-inline void store_f16(uint16_t* to, Vec v) { *to = nearest_f16(v); }
-inline void store_bf16_stochastic(uint16_t* to, Vec v, UVec random) { *to = stochastic_bf16(v, random); }
 inline void store_partial(float* to, Vec v, int count) {
     if (count) store(to, v);
 }
-inline void store_bf16_partial(uint16_t* to, Vec v, int count) {
-    if (count) store_bf16(to, v);
-}
-inline void store_f16_partial(uint16_t* to, Vec v, int count) {
-    if (count) store_f16(to, v);
-}
-inline void store_bf16_stochastic_partial(uint16_t* to, Vec v, UVec random, int count) {
-    if (count) store_bf16_stochastic(to, v, random);
-}
 
 inline void stream(float* to, Vec v) { store(to, v); }
-inline void stream_bf16(uint16_t* to, Vec v) { store_bf16(to, v); }
-inline void stream_f16(uint16_t* to, Vec v) { store_f16(to, v); }
 inline void stream_fence() {}
 
 }  // namespace BOOSTER_ISA

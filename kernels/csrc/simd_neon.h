@@ -55,14 +55,16 @@ inline uint16x4_t stochastic_bf16(Vec v, UVec random) { return narrow_bf16(v, vs
 inline uint16x4_t nearest_f16(Vec v) { return vreinterpret_u16_f16(vcvt_f16_f32(v.lanes)); }
 inline Vec widen_f16(uint16x4_t bits) { return {vcvt_f32_f16(vreinterpret_f16_u16(bits))}; }
 
+inline uint16x4_t load_16bit(const uint16_t* from) { return vld1_u16(from); }
 inline uint16x4_t load_16bit_partial(const uint16_t* from, int count) {
     uint16_t buffer[WIDTH] = {};
     for (int i = 0; i < count; ++i) buffer[i] = from[i];
-    return vld1_u16(buffer);
+    return load_16bit(buffer);
 }
+inline void store_16bit(uint16_t* to, uint16x4_t bits) { vst1_u16(to, bits); }
 inline void store_16bit_partial(uint16_t* to, uint16x4_t bits, int count) {
     uint16_t buffer[WIDTH];
-    vst1_u16(buffer, bits);
+    store_16bit(buffer, bits);
     for (int i = 0; i < count; ++i) to[i] = buffer[i];
 }
 
@@ -72,10 +74,6 @@ inline Vec load_partial(const float* from, int count) {
     for (int i = 0; i < count; ++i) buffer[i] = from[i];
     return load(buffer);
 }
-inline Vec load_bf16(const uint16_t* from) { return widen_bf16(vld1_u16(from)); }
-inline Vec load_bf16_partial(const uint16_t* from, int count) { return widen_bf16(load_16bit_partial(from, count)); }
-inline Vec load_f16(const uint16_t* from) { return widen_f16(vld1_u16(from)); }
-inline Vec load_f16_partial(const uint16_t* from, int count) { return widen_f16(load_16bit_partial(from, count)); }
 
 inline void store(float* to, Vec v) { vst1q_f32(to, v.lanes); }
 inline void store_partial(float* to, Vec v, int count) {
@@ -83,19 +81,10 @@ inline void store_partial(float* to, Vec v, int count) {
     store(buffer, v);
     for (int i = 0; i < count; ++i) to[i] = buffer[i];
 }
-inline void store_bf16(uint16_t* to, Vec v) { vst1_u16(to, nearest_bf16(v)); }
-inline void store_bf16_partial(uint16_t* to, Vec v, int count) { store_16bit_partial(to, nearest_bf16(v), count); }
-inline void store_f16(uint16_t* to, Vec v) { vst1_u16(to, nearest_f16(v)); }
-inline void store_f16_partial(uint16_t* to, Vec v, int count) { store_16bit_partial(to, nearest_f16(v), count); }
-inline void store_bf16_stochastic(uint16_t* to, Vec v, UVec random) { vst1_u16(to, stochastic_bf16(v, random)); }
-inline void store_bf16_stochastic_partial(uint16_t* to, Vec v, UVec random, int count) {
-    store_16bit_partial(to, stochastic_bf16(v, random), count);
-}
 
 // There is no intrinsic for non-temporal stores, and these CPUs detect streams of full lines.
 inline void stream(float* to, Vec v) { store(to, v); }
-inline void stream_bf16(uint16_t* to, Vec v) { store_bf16(to, v); }
-inline void stream_f16(uint16_t* to, Vec v) { store_f16(to, v); }
+inline void stream_16bit(uint16_t* to, uint16x4_t bits) { store_16bit(to, bits); }
 inline void stream_fence() {}
 
 }  // namespace BOOSTER_ISA

@@ -33,7 +33,6 @@ from .tiers import Direction, TierBlock, Transfer, bytes_of
 # Direct I/O moves full pages. The tail of a tensor goes through a bounce buffer, and so do small unaligned tensors.
 _BOUNCE_BUFFER_BYTES = 64 << 10
 
-_NUM_THREADS = 2  # on systems without an asynchronous I/O queue
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -241,7 +240,7 @@ class DiskTier:
 
     def __init__(self, directory: str | None) -> None:
         self.bytes_held = 0
-        queue = DiskQueue(_NUM_THREADS)
+        queue = DiskQueue()
         try:
             if directory is not None:
                 os.makedirs(directory, exist_ok=True)

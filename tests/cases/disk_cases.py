@@ -10,17 +10,9 @@ import warnings
 import pytest
 import torch
 
-from booster.errors import ConfigError
-from booster.kernels.disk_io import DiskQueue, aligned_buffer
+from booster.kernels.disk_io import aligned_buffer
 
 MIB = 1 << 20
-
-
-def open_queue(backend, num_threads=2):
-    try:
-        return DiskQueue(num_threads, backend=backend)
-    except ConfigError as error:
-        pytest.skip(str(error))
 
 
 def close_quietly(descriptor):

@@ -104,8 +104,7 @@ ALLOWED = {
         "self.saver.wait": SAVES,
     },
     "checkpoint_io/loading/direct_reads.py": {
-        "read.wait": DISK,
-        "self._ticket.wait": DISK,
+        "ticket.wait": DISK,
     },
     "checkpoint_io/saving/async_save.py": {
         "self._changed.wait_for": SAVES,
@@ -116,7 +115,7 @@ ALLOWED = {
     "checkpoint_io/saving/writer.py": {
         "self._changed.wait_for": OWN_THREADS,
     },
-    "checkpoint_io/training_state/save_load.py": {
+    "checkpoint_io/training_state/save.py": {
         "self._saver.wait": SAVES,
     },
     "checkpoint_io/parallel.py": {
@@ -127,9 +126,8 @@ ALLOWED = {
         "pool.shutdown": "as above",
     },
     "kernels/disk_io.py": {
-        "self._request.result": "it is asked for once the request is done",
         "requests.get": "a daemon's thread, which works until it is told to end",
-        "thread.join": OWN_THREADS,
+        "threads[-1].join": OWN_THREADS,
     },
     "plugins/gemini/chunk.py": {
         "self._gather.wait": OPERATION,

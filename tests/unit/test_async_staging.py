@@ -71,12 +71,12 @@ def test_copies_hold_what_the_tensors_held():
     ranges = _ranges(slices, *_all_spans(slices))
     expected = [_bytes_of_range(slices[part.slice_index], part) for part in ranges]
     arena = Arena()
-    copies = stage_slices(ranges, slices, arena)
+    copy_of = stage_slices(ranges, slices, arena)
     for held in slices:
         held.tensor.zero_()  # the training continues
-    assert [_bytes_of_range(copies.slice_of(part), part) for part in ranges] == expected
+    assert [_bytes_of_range(copy_of(part), part) for part in ranges] == expected
     for part in ranges:
-        copy, held = copies.slice_of(part), slices[part.slice_index]
+        copy, held = copy_of(part), slices[part.slice_index]
         assert (copy.name, copy.box, copy.tensor.dtype) == (held.name, held.box, held.dtype)
 
 
@@ -93,10 +93,10 @@ def test_only_what_the_ranges_ask_for_is_copied(seed):
     arena = Arena()
     arena.allocate(10**5).fill_(0x5A)
     arena.reset()
-    copies = stage_slices(ranges, slices, arena)
+    copy_of = stage_slices(ranges, slices, arena)
     for part in ranges:
         held = slices[part.slice_index]
-        assert _bytes_of_range(copies.slice_of(part), part) == _bytes_of_range(held, part)
+        assert _bytes_of_range(copy_of(part), part) == _bytes_of_range(held, part)
     copied = sum((part.span[1] - part.span[0]) * slices[part.slice_index].dtype.itemsize for part in ranges)
     touched = int((arena._blocks[0].memory != 0x5A).sum())
     assert touched <= copied
@@ -134,12 +134,12 @@ def test_copies_lie_in_blocks_of_bounded_size(monkeypatch):
         return allocate(self, num_bytes, is_pinned=is_pinned)
 
     monkeypatch.setattr(Arena, "allocate", record)
-    copies = stage_slices(ranges, slices, Arena())
+    copy_of = stage_slices(ranges, slices, Arena())
     assert len(sizes) > 10
     assert set(sizes[:-1]) == {8 * PAGE_BYTES}
     assert 0 < sizes[-1] <= 8 * PAGE_BYTES
     for part in ranges:
-        assert _bytes_of_range(copies.slice_of(part), part) == _bytes_of_range(slices[part.slice_index], part)
+        assert _bytes_of_range(copy_of(part), part) == _bytes_of_range(slices[part.slice_index], part)
 
 
 def test_copies_are_what_the_writer_takes(tmp_path):
@@ -154,9 +154,9 @@ def test_copies_are_what_the_writer_takes(tmp_path):
     )
     image, storage = safetensors_image(plan.files[0], {}), Storage()
     ranges = list(plan.ranges(writer=0))
-    copies = stage_slices(list(plan.ranges(owner=0)), slices, Arena())
+    copy_of = stage_slices(list(plan.ranges(owner=0)), slices, Arena())
     found = []
-    for name, held in (("direct", slices), ("staged", copies)):
+    for name, held in (("direct", slices), ("staged", copy_of)):
         path = tmp_path / name
         with storage.create(path) as file:
             storage.resize(file, image.num_bytes)
@@ -170,7 +170,7 @@ def test_memory_stays_from_save_to_save():
     arena = Arena()
     addresses = set()
     for _ in range(3):
-        copy = stage_slices(ranges, slices, arena).slice_of(ranges[0])
+        copy = stage_slices(ranges, slices, arena)(ranges[0])
         addresses.add(copy.tensor.data_ptr())
         assert 0 <= arena.num_bytes - slices[0].tensor.nbytes < PAGE_BYTES
         del copy

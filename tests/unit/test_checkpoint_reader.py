@@ -120,7 +120,13 @@ def test_one_variant_is_found_and_two_are_not_guessed(tmp_path):
     _refused(tmp_path, "several")
     _write(tmp_path, "model.safetensors", plain=torch.ones(1))
     assert list(_read_all(tmp_path)) == ["plain"]
+
+
+def test_of_a_release_in_both_formats_safetensors_are_read(tmp_path):
+    _write(tmp_path, "model.safetensors", plain=torch.ones(1))
     torch.save({}, tmp_path / "pytorch_model.bin")
+    assert list(_read_all(tmp_path)) == ["plain"]
+    (tmp_path / "pytorch_model.bin.manifest.json").touch()  # a save: which of the two is the newer one?
     _refused(tmp_path, "several")
 
 

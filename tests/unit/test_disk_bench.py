@@ -63,10 +63,10 @@ def test_the_limit_is_the_larger_of_disk_and_arithmetic(bench):
 
 
 def test_variants_move_the_same_bytes_and_leave_the_states_valid(bench, disk):
-    variants = bench.variants.Variants(disk, 1, ["python"])
+    variants = bench.variants.Variants(disk, 1)
     steps = variants.steps()
     assert variants.num_bytes == 16 * MIB == 8 * variants.num_parameters
-    assert list(steps) == ["raw: plain loop", "raw: queue, python", bench.variants.ON_DISK, bench.variants.IN_MEMORY]
+    assert list(steps) == ["raw: plain loop", "raw: queue", bench.variants.ON_DISK, bench.variants.IN_MEMORY]
     for index in range(3):
         for name in [*steps][index:] + [*steps][:index]:
             counts = bench.report.ByteCounts()
@@ -80,7 +80,7 @@ def test_variants_move_the_same_bytes_and_leave_the_states_valid(bench, disk):
 
 
 def test_wrong_states_are_noticed(bench, disk):
-    variants = bench.variants.Variants(disk, 1, ["python"])
+    variants = bench.variants.Variants(disk, 1)
     variants.steps()[bench.variants.ON_DISK](0)
     assert not variants.has_same_weights()
     variants.close()

@@ -1,4 +1,4 @@
-"""The asynchronous disk queue: every backend against plain system calls, and what is done about errors."""
+"""The asynchronous disk queue: it against plain system calls, and what is done about errors."""
 
 import contextlib
 import errno
@@ -13,28 +13,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from disk_cases import (
-    MIB,
-    aligned_random,
-    close_quietly,
-    error_of,
-    exit_code_of_fork,
-    largest_file,
-    open_queue,
-    random_bytes,
-)
+from disk_cases import MIB, aligned_random, close_quietly, error_of, exit_code_of_fork, largest_file, random_bytes
 
 from booster.errors import ConfigError
 from booster.kernels.disk_io import ALIGNMENT, DiskQueue, aligned_buffer, open_data_file
 
-BACKENDS = ("python", "threads", "io_uring")
 KIB = 1024
 
 
-@pytest.fixture(params=BACKENDS)
-def queue(request):
-    with open_queue(request.param) as queue:
-        assert queue.backend == request.param
+@pytest.fixture
+def queue():
+    with DiskQueue() as queue:
         yield queue
 
 
@@ -265,10 +254,10 @@ def _num_threads():
     return len(os.listdir("/proc/self/task"))
 
 
-@pytest.mark.parametrize("backend", ["threads", "io_uring"])
-def test_threads_leave_signals_to_python(backend):
+def test_threads_leave_signals_to_the_main_thread(plain_file):
     before = set(os.listdir("/proc/self/task"))
-    with open_queue(backend):
+    with DiskQueue(1) as queue:
+        queue.write(plain_file, torch.ones(1), 0).wait()
         own = set(os.listdir("/proc/self/task")) - before
         assert own
         for thread in own:
@@ -277,13 +266,12 @@ def test_threads_leave_signals_to_python(backend):
 
 
 @pytest.mark.parametrize("way", ["close", "drop", "cycle"])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_end_with_work_under_way(backend, way, plain_file):
+def test_end_with_work_under_way(way, plain_file):
     gc.collect()
     data = random_bytes(16 * MIB)
     parts = [one.clone() for one in data.split(512 * KIB)]
     threads = _num_threads()  # with those of torch that copy
-    queue = open_queue(backend)
+    queue = DiskQueue()
     for number, part in enumerate(parts):
         queue.write(plain_file, part, number * 512 * KIB)
     del part, parts
@@ -294,7 +282,7 @@ def test_end_with_work_under_way(backend, way, plain_file):
     del queue
     gc.collect()
     assert _content(plain_file) == bytes(data.numpy())
-    # io_uring's workers in the kernel are listed as well; before Python 3.13 a joined thread may still be ending.
+    # Before Python 3.13 a joined thread may still be ending.
     deadline = time.monotonic() + 5
     while _num_threads() > threads and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -308,10 +296,9 @@ def test_closed_queue(queue, plain_file):
         queue.read(plain_file, torch.ones(1), 0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_forked_process(backend, plain_file):
+def test_forked_process(plain_file):
     """It can't use the queue, doesn't hang where it drops it, and opens one of its own."""
-    holder = [open_queue(backend)]  # the only reference
+    holder = [DiskQueue()]  # the only reference
     ticket = holder[0].write(plain_file, torch.ones(4 * MIB), 0)
 
     def child():
@@ -320,7 +307,7 @@ def test_forked_process(backend, plain_file):
                 use()
         holder.clear()
         gc.collect()
-        with DiskQueue(backend=backend) as own:
+        with DiskQueue() as own:
             own.write(plain_file, torch.full((5,), 3.0), 32 * MIB).wait()
 
     assert exit_code_of_fork(child) == 0
@@ -329,22 +316,3 @@ def test_forked_process(backend, plain_file):
     holder[0].read(plain_file, copy, 32 * MIB).wait()
     assert copy.tolist() == [3.0] * 5
     holder[0].close()
-
-
-def test_broken_ring(plain_file):
-    """Requests fail, rather than never being done, where somebody closed descriptors that are not theirs."""
-    os.pwrite(plain_file, bytes(4), 0)
-    queue = open_queue("io_uring")
-    queue.read(plain_file, torch.ones(1), 0).wait()
-    (ring,) = [name for name in os.listdir("/proc/self/fd") if "io_uring" in _link(name)]
-    os.close(int(ring))
-    for _ in range(2):
-        assert error_of(queue.read(plain_file, torch.ones(1), 0)).errno == errno.EBADF
-    queue.close()
-
-
-def _link(name):
-    try:
-        return os.readlink(f"/proc/self/fd/{name}")
-    except OSError:  # the one of the listing itself
-        return ""

@@ -100,7 +100,6 @@ def test_safetensors_data_starts_on_a_page_and_has_no_gaps():
         specs = {f"layer.{index}.weight": TensorSpec(shape=(3, index), dtype=torch.bfloat16) for index in range(count)}
         file = _planned(specs)
         image = safetensors_image(file, {"format": "pt"})
-        assert image.is_packed
         assert image.data_start == len(image.head)
         assert image.data_start % 4096 == 0
         assert image.offsets == {name: image.data_start + start for name, start in file.starts.items()}
@@ -118,7 +117,6 @@ def test_safetensors_has_no_place_for_some_formats():
 def test_torch_opens_the_file(tmp_path, mmap, values):
     tensors = _tensors() | {"wide": torch.arange(5).to(torch.complex128)}
     image = torch_image(_planned(_specs(tensors)), values)
-    assert not image.is_packed
     assert image.data_start == 0
     _assert_tiled(image)
     _write(tmp_path / "a.bin", image, tensors)

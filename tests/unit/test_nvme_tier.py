@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from disk_cases import MIB, aligned_random, error_of, exit_code_of_fork, open_queue, random_bytes
+from disk_cases import MIB, aligned_random, error_of, exit_code_of_fork, random_bytes
 from tier_cases import (
     LONG,
     descriptors,
@@ -43,21 +43,9 @@ def disk(tmp_path):
         yield tier
 
 
-@pytest.fixture(params=["io_uring", "threads", "python"])
-def backend(request, monkeypatch):
-    """Every disk tier of the test has a queue of this kind."""
-    open_queue(request.param).close()
-    monkeypatch.setattr(nvme_tier, "DiskQueue", lambda num_threads: DiskQueue(num_threads, backend=request.param))
-
-
 @pytest.fixture
 def no_direct_way(monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.EINVAL, "not with O_DIRECT")
-
-    monkeypatch.setattr("booster.kernels.disk_io.os.preadv", refuse)
-    yield
-    monkeypatch.undo()
+    monkeypatch.setattr(disk_io, "_make_direct", lambda _: False)
 
 
 # What is written is there.
@@ -67,7 +55,7 @@ SEEDS = pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.ma
 
 
 @SEEDS
-def test_disk_blocks_are_as_plain_bytes_with_every_queue(backend, disk, seed):
+def test_disk_blocks_are_as_plain_bytes(disk, seed):
     run_random_actions(disk, random.Random(100 + seed), 150)
 
 
@@ -257,7 +245,7 @@ def test_another_error_of_the_disk_names_the_file(disk, monkeypatch):
 # Disks that fail.
 
 
-def test_a_file_that_was_cut(backend, disk):
+def test_a_file_that_was_cut(disk):
     blocks = [written(disk, aligned_random(LONG + 100, seed)) for seed in range(2)]
     os.truncate(file_of(disk), LONG + ALIGNMENT)
     transfer = blocks[1].read_into(aligned_buffer(LONG + 100))
@@ -325,7 +313,7 @@ def test_a_directory_in_memory_is_said(capsys):
 # Ends.
 
 
-def test_a_closed_tier(tmp_path, backend):
+def test_a_closed_tier(tmp_path):
     before = descriptors(), num_threads()
     tier = DiskTier(str(tmp_path))
     (inside,) = tmp_path.iterdir()

@@ -13,10 +13,11 @@ from oracles.naive_reader import naive_part
 from stored_tensors import bits, save_tensors
 from torch import nn
 
+from booster.checkpoint_io.copy_elements import assign_elements
 from booster.checkpoint_io.formats.manifest import FileRecord, RangeRecord
 from booster.checkpoint_io.layout import MODEL
 from booster.checkpoint_io.loading import fill, ranges
-from booster.checkpoint_io.loading.fill import assign_elements, read_slices, verify_ranges
+from booster.checkpoint_io.loading.fill import read_slices, verify_ranges
 from booster.checkpoint_io.loading.reader import open_checkpoint
 from booster.checkpoint_io.storage import Storage
 from booster.errors import CheckpointError

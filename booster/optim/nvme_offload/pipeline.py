@@ -40,7 +40,7 @@ ChunkRef = tuple[StateFile, int]  # file and chunk index
 # One chunk is computed while others are read and written. More buffers would hide more latency jitter of the disk, and
 # cost 2 * CHUNK_BYTES of memory each.
 NUM_BUFFERS = 3
-_NUM_THREADS = 4  # for queues that use threads: two planes being read and two being written
+_NUM_THREADS = 4  # two planes being read and two being written
 
 
 @dataclass(slots=True, eq=False)

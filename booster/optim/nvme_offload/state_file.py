@@ -8,7 +8,7 @@ import mmap
 import os
 import shutil
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -82,31 +82,20 @@ class BlockLayout:
         self.num_bytes = _round_up(end, _PAGE_BYTES)
         self.chunks = self._split(sizes)
 
-    def chunks_of(self, index: int, num_bytes: int) -> range:
-        """Return the indices of the chunks that a parameter of `num_bytes` overlaps."""
-        start = self.starts[index]
-        return range(start // CHUNK_BYTES, (start + num_bytes - 1) // CHUNK_BYTES + 1)
-
     def _split(self, sizes: Sequence[tuple[int, int]]) -> list[StateChunk]:
         ranges: list[list[StateRange]] = [[] for _ in range(0, self.num_bytes, CHUNK_BYTES)]
-        for index, (numel, itemsize) in enumerate(sizes):
-            for chunk, state_range in self._ranges_of(index, numel, itemsize):
-                ranges[chunk].append(state_range)
+        for index, ((numel, itemsize), start) in enumerate(zip(sizes, self.starts, strict=True)):
+            stop = start + numel * itemsize
+            for chunk in range(start // CHUNK_BYTES, (stop - 1) // CHUNK_BYTES + 1):
+                base = chunk * CHUNK_BYTES
+                first, last = max(start, base), min(stop, base + CHUNK_BYTES)
+                elements = (first - start) // itemsize, (last - start) // itemsize
+                ranges[chunk].append(StateRange(index, *elements, first - base))
         starts = range(0, self.num_bytes, CHUNK_BYTES)
         return [
             StateChunk(start, min(CHUNK_BYTES, self.num_bytes - start), tuple(chunk_ranges))
             for start, chunk_ranges in zip(starts, ranges, strict=True)
         ]
-
-    def _ranges_of(self, index: int, numel: int, itemsize: int) -> Iterator[tuple[int, StateRange]]:
-        start = self.starts[index]
-        for chunk in self.chunks_of(index, numel * itemsize):
-            first = max(start, chunk * CHUNK_BYTES)
-            last = min(start + numel * itemsize, (chunk + 1) * CHUNK_BYTES)
-            yield (
-                chunk,
-                StateRange(index, (first - start) // itemsize, (last - start) // itemsize, first - chunk * CHUNK_BYTES),
-            )
 
 
 def _round_up(index: int, multiple: int) -> int:
@@ -214,9 +203,7 @@ class StateFile:
         weakref.finalize(self, os.close, self._descriptor)
         self._mapping = BlockMapping(self._descriptor, 2 * self.layout.num_bytes)
         self._locations = [_ChunkLocation.FIRST_COPY] * len(self.layout.chunks)
-        # Never written, neither by a step nor through the mapping.
-        self._unwritten = set(range(len(self.layout.chunks)))
-        self._used: set[int] = set()
+        self._used: set[int] = set()  # parameters whose states may not be zero
         self.moments: list[tuple[Tensor, Tensor]] = []
         for one, dtype, start in zip(self.parameters, self.dtypes, self.layout.starts, strict=True):
             first = self._mapping.tensor(start, one.numel(), dtype)
@@ -227,10 +214,6 @@ class StateFile:
 
     def read(self, queue: DiskQueue, index: int, blocks: StateBlocks) -> list[IOTicket]:
         """Start reading the valid states of a chunk; they are complete after all tickets were waited for."""
-        if index in self._unwritten:
-            for block in blocks:
-                block.zero_()
-            return []
         location = self._locations[index]
         if location is _ChunkLocation.MEMORY:
             for block, mapped in zip(blocks, self._mapped(index), strict=True):
@@ -253,14 +236,12 @@ class StateFile:
         for start, offset in zip(self._starts(index), self._offsets(index, location), strict=True):
             self._mapping.remap(start, chunk.num_bytes, self._descriptor, offset)
         self._locations[index] = location
-        self._unwritten.discard(index)
 
     def keep_in_memory(self, index: int, blocks: StateBlocks) -> None:
         """Make a copy in memory of the chunk's new states, which could not be written, the valid one."""
         for start, block in zip(self._starts(index), blocks, strict=True):
             self._mapping.remap(start, block.numel())
         self._locations[index] = _ChunkLocation.MEMORY
-        self._unwritten.discard(index)
         for block, mapped in zip(blocks, self._mapped(index), strict=True):
             mapped.copy_(block)
 
@@ -282,16 +263,10 @@ class StateFile:
         """
         self.check()
         self._used.add(index)
-        num_bytes = self.parameters[index].numel() * self.dtypes[index].itemsize
-        self._unwritten.difference_update(self.layout.chunks_of(index, num_bytes))
 
     def remove(self) -> None:
         """Delete the file; its disk space is released when all of its tensors are freed."""
         self.path.unlink(missing_ok=True)
-
-    def mark_all_written(self) -> None:
-        """Read every chunk from now on, as zero states may have been modified through the mapping."""
-        self._unwritten.clear()
 
     @property
     def is_complete(self) -> bool:

@@ -42,7 +42,6 @@ class _PendingUpdate:
     """Update of a parameter as contiguous tensors.
 
     Attributes:
-        numel: Number of elements.
         num_left: Number of elements that are not updated yet.
     """
 
@@ -51,7 +50,6 @@ class _PendingUpdate:
     parameter: Tensor
     gradient: Tensor
     model_copy: Tensor | None
-    numel: int
     num_left: int
 
 
@@ -82,12 +80,7 @@ class OffloadedStep:
         Raises:
             OSError: A chunk could not be read or written; see `Pipeline.run`.
         """
-        try:
-            Pipeline(buffers, self._compute, idle).run(self._todo)
-        except BaseException:
-            for file, _ in self._todo:
-                file.mark_all_written()
-            raise
+        Pipeline(buffers, self._compute, idle).run(self._todo)
 
     @property
     def is_done(self) -> bool:
@@ -130,7 +123,6 @@ def _pending_update(group: AdamGroupUpdate, update: AdamParamUpdate) -> _Pending
         parameter=_contiguous(parameter),
         gradient=_contiguous(match_strides(update.gradient, parameter)),
         model_copy=None if copy is None else _contiguous(match_strides(copy, parameter)),
-        numel=parameter.numel(),
         num_left=parameter.numel(),
     )
 
@@ -149,7 +141,7 @@ def _operands(
     first, second = typed[dtype]
     start, numel = state_range.offset // dtype.itemsize, state_range.stop - state_range.start
     moments = first.narrow(0, start, numel), second.narrow(0, start, numel)
-    if entry.numel == numel:
+    if entry.parameter.numel() == numel:
         return KernelArguments(entry.parameter, entry.gradient, *moments, entry.model_copy, entry.update.next_step)
     elements = slice(state_range.start, state_range.stop)
     copy = entry.model_copy

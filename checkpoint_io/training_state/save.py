@@ -1,4 +1,4 @@
-"""Full training checkpoint in one directory: models, optimizers, schedulers, dataloaders, RNG states, user values."""
+"""Save of a training checkpoint in one directory: models, optimizers, schedulers, dataloaders, RNG states, values."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ from booster.interface.checkpoint_io import SaveOptions, TrainingParts
 
 from .accumulated_gradients import gradients_part
 from .document import PerRank, TrainingDocument, scheduler_document
-from .load import load_training_state
 from .retention import TRAINING_STATE, TRAINING_STATE_MANIFEST, StepDirectories, read_training_manifest
 
 
@@ -78,12 +77,12 @@ class _GatheredState:
     reduced: list[str]
 
 
-class TrainingStateIO:
-    """Saves and loads training checkpoints of one process group.
+class TrainingStateSaver:
+    """Saves training checkpoints of one process group.
 
     Args:
-        ranks: Ranks that save and load together.
-        storage: Storage of the files.
+        ranks: Ranks that save together.
+        storage: Storage to write to.
         saver: Saver that writes the checkpoints.
     """
 
@@ -105,13 +104,7 @@ class TrainingStateIO:
     ) -> None:
         """Save into the directory or, with a step, into a step directory below it. Collective.
 
-        Args:
-            checkpoint: Directory.
-            parts: Objects to save.
-            extra: Plain user values; those of rank 0 are written.
-            metadata: JSON metadata of the save.
-            options: Save options.
-            use_async: If True, return after a copy into host memory.
+        For arguments, see `CheckpointIO.save_training_state`; `metadata` is its `facts`.
 
         Raises:
             ConfigError: Invalid numbers, names or paths, or a save between clipping and step.
@@ -131,38 +124,6 @@ class TrainingStateIO:
             lambda: self._request(root, parts, random_state, gathered, extra, metadata, options), _ACTION
         )
         self._saver.save(request, use_async=use_async)
-
-    def load(
-        self,
-        checkpoint: str | os.PathLike[str],
-        parts: TrainingParts,
-        *,
-        strict: bool,
-        verify: str,
-        missing_ok: bool = False,
-    ) -> Any:
-        """Load from a directory, or from the latest committed step below it; return `extra`. Collective.
-
-        Args:
-            checkpoint: Directory.
-            parts: Objects to fill; other contents of the checkpoint are ignored.
-            strict: If True, models must have exactly the stored tensors.
-            verify: "checksums", "before" or "structure".
-            missing_ok: If True, return None and change nothing if there is no training state.
-
-        Raises:
-            CheckpointError: A requested part is missing, does not match or is damaged; see `Booster.load`.
-        """
-        self._saver.wait()
-        return load_training_state(
-            self._ranks,
-            self._storage,
-            as_path(checkpoint),
-            parts,
-            strict=strict,
-            verify=verify,
-            missing_ok=missing_ok,
-        )
 
     def _gather(self, parts: TrainingParts) -> _GatheredState:
         """Gather the ranks' plain values, and which accumulated gradients exist on any rank. Collective."""
