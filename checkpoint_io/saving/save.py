@@ -17,6 +17,7 @@ import torch
 
 from booster.checkpoint_io.commit import Transaction, paths_in
 from booster.checkpoint_io.formats.manifest import FORMAT_VERSION, DocumentRecord, Manifest
+from booster.checkpoint_io.layout import SaveTarget
 from booster.checkpoint_io.parallel import CheckpointGroup, as_checkpoint_error
 from booster.checkpoint_io.planning.save_plan import SavePlan, WriteRange, plan_save
 from booster.checkpoint_io.planning.slices import SliceTable
@@ -493,8 +494,13 @@ class _SaveJob:
 
     def _is_stale(self, name: str) -> bool:
         folder, _, base = name.rpartition("/")
-        of_component = any(
-            planned_part.part.folder == folder and planned_part.part.target.names.may_have_written(base)
-            for planned_part in self._planned
-        )
-        return of_component or (self._request.is_stale is not None and self._request.is_stale(name))
+        targets = [planned_part.part.target for planned_part in self._planned if planned_part.part.folder == folder]
+        if any(target.names.may_have_written(base) or self._replaces(target, folder, base) for target in targets):
+            return True
+        return self._request.is_stale is not None and self._request.is_stale(name)
+
+    def _replaces(self, target: SaveTarget, folder: str, file_name: str) -> bool:
+        """Return whether a file is of an older save in the other format, which readers would find beside this one."""
+        other = target.kind.names(is_safetensors=target.names.suffix != "safetensors", prefix=target.names.prefix)
+        manifest = self._request.target / folder / other.manifest
+        return target.is_directory and other.may_have_written(file_name) and self._storage.kind(manifest) is not None

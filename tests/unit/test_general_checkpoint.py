@@ -239,6 +239,26 @@ def test_a_save_over_a_save_leaves_the_new_one_alone(tmp_path, first, second):
     assert any(".b." in name for name in _tree(target)) is (first == second)
 
 
+@pytest.mark.parametrize("is_safetensors", [True, False])
+def test_a_save_in_the_other_format_replaces_the_one_before(tmp_path, is_safetensors):
+    target = tmp_path / "m"
+    IO.save_model(ModelWrapper(Net()), target, shard=True, size_per_shard=1e-4, use_safetensors=is_safetensors)
+    IO.save_model(ModelWrapper(Net()), target, shard=True, prefix="ema", use_safetensors=is_safetensors)
+    IO.save_model(ModelWrapper(Net(1)), target, shard=True, use_safetensors=not is_safetensors)
+    suffix = "bin" if is_safetensors else "safetensors"
+    assert {name.rpartition(".")[2] for name in _tree(target) if "ema" not in name} == {suffix, "json"}
+    assert any("ema" in name for name in _tree(target))
+    loaded = ModelWrapper(Net(2))
+    IO.load_model(loaded, target)
+    assert_equal(state_of(loaded.unwrap()), state_of(Net(1)))
+
+
+def test_a_release_in_the_other_format_stays(tmp_path):
+    torch.save(Net().state_dict(), tmp_path / "pytorch_model.bin")
+    IO.save_model(ModelWrapper(Net(1)), tmp_path, shard=True)
+    assert (tmp_path / "pytorch_model.bin").exists()
+
+
 def test_other_files_stay(tmp_path):
     target = tmp_path / "m"
     model, optimizer = stepped(Net())
