@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, _common_utils
+from torch.distributed.fsdp import FSDPModule, _common_utils
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather  # the base of custom all-gathers
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
@@ -67,6 +68,7 @@ class ShardedParam:
         name: First name in the model.
         parameter: DTensor that the model shows between forwards.
         is_used: Whether a backward of this accumulation produced a gradient.
+        reduced_grad: This rank's shard of the reduced gradient, flat, or None.
         is_reduced: Whether it takes part in reductions: it is trainable, or was in this accumulation.
         shape: Shape of the unsharded parameter.
         padded_numel: Elements of every rank's shard, with padding.
@@ -80,13 +82,13 @@ class ShardedParam:
     name: str = field(init=False)
     parameter: nn.Parameter = field(init=False)
     is_used: bool = field(default=False, init=False)
+    reduced_grad: torch.Tensor | None = field(default=None, init=False, repr=False)
     is_reduced: bool = field(init=False, repr=False)
     shape: tuple[int, ...] = field(init=False, repr=False)
     padded_numel: int = field(init=False, repr=False)
     flat_range: tuple[int, int] = field(init=False, repr=False)
     _data_ptr: int = field(init=False, repr=False)
     _requires_grad: bool = field(init=False, repr=False)
-    _places: list[tuple[dict[str, nn.Parameter | None], str]] | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.name, self.parameter = self.names[0], self.fsdp_param.sharded_param
@@ -98,10 +100,6 @@ class ShardedParam:
         self.flat_range = (start, min(numel, start + self.padded_numel))
         self._requires_grad = self.is_reduced = self.parameter.requires_grad
         _share_attributes(self.original, self.parameter)
-        info = self.fsdp_param._module_info
-        places = zip(self.modules, [info.param_name, *info.shared_param_names], strict=True)
-        is_plain = all(type(module).__setattr__ is nn.Module.__setattr__ for module in self.modules)
-        self._places = [(module._parameters, name) for module, name in places] if is_plain else None
         self.fsdp_param._setattr_on_modules = self.set_on_modules  # type: ignore[assignment, method-assign]
 
     def set_on_modules(self, parameter: nn.Parameter) -> None:
@@ -110,11 +108,7 @@ class ShardedParam:
             _share_attributes(self.original, parameter)
         if parameter.requires_grad is not self.sync_requires_grad():
             parameter.requires_grad_(self._requires_grad)
-        if self._places is None:
-            FSDPParam._setattr_on_modules(self.fsdp_param, parameter)
-            return
-        for parameters, name in self._places:
-            parameters[name] = parameter
+        FSDPParam._setattr_on_modules(self.fsdp_param, parameter)
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -159,21 +153,6 @@ class ShardedParam:
         start, stop = self.flat_range
         rows = full_tensor.detach().reshape(-1)[start:stop].to(self.shard.device)
         return self.fsdp_param.to_sharded_dtensor(rows.view(self.fsdp_param.sharded_size))
-
-    @property
-    def is_offloaded(self) -> bool:
-        """Whether the shard is in host memory while the model runs on an accelerator."""
-        return self.fsdp_param.offload_to_cpu
-
-    @property
-    def is_pinned(self) -> bool:
-        """Whether host memory of it is pinned."""
-        return self.fsdp_param.pin_memory
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether the parameter requires gradients."""
-        return self.sync_requires_grad()
 
     def sync_requires_grad(self) -> bool:
         """Apply the last change of requires_grad on any of the tensors to all of them, and return it."""
@@ -246,6 +225,8 @@ class FSDP2ParamGroup:
         device: Device that the weights are gathered on.
         process_group: Ranks that the parameters are sharded over.
         mp_policy: Mixed precision.
+        is_offloaded: Whether the shards are in host memory while the model runs on an accelerator.
+        is_pinned: Whether that memory is pinned.
     """
 
     def __init__(self, module: FSDPModule, group: FSDPParamGroup) -> None:
@@ -257,6 +238,10 @@ class FSDP2ParamGroup:
         self.device = group.device
         self.process_group = group.mesh_info.shard_process_group
         self.mp_policy = group.mp_policy
+        self.is_offloaded, self.is_pinned = (
+            any(getattr(fsdp_param, name) for fsdp_param in self.fsdp_params)
+            for name in ("offload_to_cpu", "pin_memory")
+        )
 
     @property
     def is_idle(self) -> bool:
@@ -347,35 +332,6 @@ class FSDP2ParamGroup:
             if self.device.type != "cpu" and hasattr(context, name):  # set by the first forward
                 getattr(context, name).wait_stream(torch.accelerator.current_stream())
 
-    # `FSDPModule.unshard` gathers in the compute dtype, for the next forward.
-
-    @contextmanager
-    def unsharded(self, full_params: Mapping[ShardedParam, torch.Tensor]) -> Iterator[None]:
-        """Context in which the model shows unsharded weights, and its forwards use them as they are.
-
-        Args:
-            full_params: Unsharded weights of all parameters of the group, which is not gathered.
-        """
-        group, state = self._group, self._state
-        for param, full_param in full_params.items():
-            param.set_on_modules(nn.Parameter(full_param, requires_grad=param.requires_grad))
-            param.fsdp_param.sharded_state = ShardedState.UNSHARDED
-        group._sharded_state = ShardedState.UNSHARDED
-        policy, state._mp_policy = state._mp_policy, MixedPrecisionPolicy()
-        blocked = ("_to_sharded", "_to_sharded_post_forward")
-        for name in blocked:
-            setattr(group, name, lambda: None)
-        try:
-            yield
-        finally:
-            for name in blocked:
-                delattr(group, name)
-            state._mp_policy = policy
-            group._sharded_state = ShardedState.SHARDED
-            for param in full_params:
-                param.set_on_modules(param.fsdp_param.sharded_param)  # type: ignore[arg-type]
-                param.fsdp_param.sharded_state = ShardedState.SHARDED
-
 
 def initialize_root(module: FSDPModule) -> None:
     """Make a module FSDP2's root; otherwise the first module that runs would become it."""
@@ -393,6 +349,8 @@ def fsdp2_param_groups(module: FSDPModule) -> list[FSDP2ParamGroup]:
 
 
 DEEPCOPY = "__deepcopy__"  # in the instance's attributes, which `copy` looks up before FSDP2's, which always raises
+# By the last one transformers synchronizes the length of `generate` over ranks.
+_ATTRIBUTES = (STATE_KEY, REGISTRY_KEY, DEEPCOPY, "_is_fsdp_managed_module")
 _HOOKS = (
     "_forward_pre_hooks",
     "_forward_hooks",
@@ -412,7 +370,7 @@ def detached_from_fsdp(model: nn.Module) -> Iterator[None]:
     """Remove temporarily what `fully_shard` and this package have added to the modules of a model.
 
     Args:
-        model: Model with unsharded weights.
+        model: Model whose weights are not gathered.
     """
     undo: list[Callable[[], None]] = []
     try:
@@ -426,19 +384,25 @@ def detached_from_fsdp(model: nn.Module) -> Iterator[None]:
 
 def _detach_module(module: nn.Module, undo: list[Callable[[], None]]) -> None:
     if isinstance(module, FSDPModule):
-        sharded = type(module)
+        undo.append(partial(setattr, module, "__class__", type(module)))
         module.__class__ = cast(Any, original_class(module))
-        undo.append(lambda: setattr(module, "__class__", sharded))
-    for key in (STATE_KEY, REGISTRY_KEY, DEEPCOPY):
-        if key in module.__dict__:
-            value = module.__dict__.pop(key)
-            undo.append(lambda key=key, value=value: module.__dict__.__setitem__(key, value))  # type: ignore[misc]
+    attributes = vars(module)
+    removed = {key: attributes.pop(key) for key in _ATTRIBUTES if key in attributes}
+    undo.append(partial(attributes.update, removed))
     for name in _HOOKS:
-        hooks = getattr(module, name)
-        kept = OrderedDict((key, hook) for key, hook in hooks.items() if not _is_own_hook(hook))
-        if len(kept) < len(hooks):
-            setattr(module, name, kept)
-            undo.append(lambda name=name, hooks=hooks: setattr(module, name, hooks))  # type: ignore[misc]
+        hooks: dict[int, Any] = getattr(module, name)
+        own = {key for key, hook in hooks.items() if _is_own_hook(hook)}
+        if own:
+            undo.append(partial(_restore_hooks, hooks, dict(hooks), own))
+        for key in own:
+            del hooks[key]
+
+
+def _restore_hooks(hooks: dict[int, Any], before: Mapping[int, Any], own: Collection[int]) -> None:
+    """Put the `own` hooks back in their places; the user may have added and removed others."""
+    restored = {key: hook for key, hook in before.items() if key in own or key in hooks} | hooks
+    hooks.clear()
+    hooks.update(restored)
 
 
 def _is_own_hook(hook: Any) -> bool:
