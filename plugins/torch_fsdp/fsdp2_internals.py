@@ -191,11 +191,8 @@ class ShardedParam:
 
     def unreduced_grad(self) -> torch.Tensor | None:
         """Return this rank's unreduced, unsharded gradient, still scaled."""
-        accumulated, unsharded_param = self.fsdp_param.unsharded_accumulated_grad, self.unsharded_param
-        fresh = None if unsharded_param is None else unsharded_param.grad
-        if accumulated is None or fresh is None:
-            return fresh if accumulated is None else accumulated
-        return accumulated + fresh
+        gradient = self.fsdp_param.unsharded_accumulated_grad = self.take_unreduced_grad()
+        return gradient
 
     def take_unreduced_grad(self) -> torch.Tensor | None:
         """Remove and return this rank's unreduced gradient."""
@@ -258,11 +255,6 @@ class FSDP2ParamGroup:
     def reshards_to_fewer_ranks(self) -> bool:
         """Whether `reshard_after_forward` is a number of ranks."""
         return self._group._use_post_forward_mesh
-
-    @property
-    def reduces_grads(self) -> bool:
-        """Whether the backward reduces gradients, as set by `set_requires_gradient_sync`."""
-        return self._group.reduce_grads
 
     def unshard_asynchronously(self) -> None:
         """Let the all-gather run while FSDP2 continues: gloo has no streams, so an immediate wait prevents overlap."""

@@ -152,7 +152,7 @@ class FSDPModel(ModelWrapper):
         if self._is_gathered:
             raise ConfigError("backward() inside of `with model.gathered():`: leave the block first")
         for group in self.fsdp_groups:
-            group.module.set_requires_gradient_sync(sync_gradients, recurse=False)
+            group.reduces_grads = sync_gradients
         self.collective_order.begin_pass(CollectiveKind.BACKWARD_BEGIN, sync_gradients)
         with self._reset_on_error():
             for group in self.fsdp_groups:

@@ -134,14 +134,15 @@ class FSDPOptimizer(ShardedOptimizer):
 
     def _update_of(self, param: Param, group_index: int, owner: int | None) -> ParamUpdate:
         memory, span = param.shard, (0, math.prod(param.shape))
+        is_updated = True  # by this rank
         if isinstance(param, ReplicatedParam):
             is_updated = self.model.replicated_params.owns(param)
-            if self._kind is not OptimizerKind.ELEMENTWISE:
-                memory = memory.view(param.shape)
+            memory = memory if self._kind is OptimizerKind.ELEMENTWISE else memory.view(param.shape)
         elif owner is None:
-            is_updated, span = True, param.flat_range
-        elif is_updated := owner == param.rank:
-            memory = memory.new_empty(param.shape)
+            span = param.flat_range
+        else:
+            is_updated = owner == param.rank
+            memory = memory.new_empty(param.shape if is_updated else 0)
         shard = None
         if is_updated and memory.numel() > 0:
             shard = shard_of(param, span, memory, group_index, is_primary=self._groups.is_primary)

@@ -114,7 +114,7 @@ class InputGradHook:
 
         if not torch.is_grad_enabled():
             return args, kwargs
-        viewed: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(view, args), map_tensors(view, kwargs)
+        viewed: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(view, (args, kwargs))
         if views:
             self._handles.append(register_multi_grad_hook(views, self._callback))
         return viewed
@@ -216,6 +216,7 @@ class ParamGroup:
         reduce_dtype: Dtype of the gradients in the reduce-scatter.
         grad_dtype: Dtype of the reduced gradients.
         on_gradients: Callback of a backward that produces gradients here, or None.
+        reduces_grads: Whether backwards reduce gradients, or accumulate them unsharded.
     """
 
     def __init__(
@@ -249,6 +250,7 @@ class ParamGroup:
         # Sums of the last backward that are on their way to the host, of which parameters, and the end of the copy.
         self._arriving: tuple[torch.Tensor, tuple[ShardedParam, ...], torch.Event | None] | None = None
         self.on_gradients: Callable[[], None] | None = None
+        self.reduces_grads = True
         self._has_graph_of_gradients = self._makes_graph = False
         self._running_submodule: nn.Module | None = None
         self._shown_versions: list[tuple[int, int] | None] = []
@@ -321,6 +323,7 @@ class ParamGroup:
 
     def _install_collectives(self, module: FSDPModule) -> None:
         module.set_custom_all_gather(ParamGroupAllGather(self))
+        module.set_requires_gradient_sync(False, recurse=False)  # FSDP2 accumulates those that were not taken
         if self.device.type == "cpu":
             self.fsdp2.unshard_asynchronously()
         self.input_hook = InputGradHook(cast(nn.Module, module), self._on_input_gradients)
@@ -527,7 +530,7 @@ class ParamGroup:
             return  # gradients loaded from a checkpoint, which FSDP2 cannot hold before the first all-gather
         if self.on_gradients is not None and self.has_unreduced_grads:
             self.on_gradients()
-        grads = self.take_unreduced_grads() if self.fsdp2.reduces_grads else {}
+        grads = self.take_unreduced_grads() if self.reduces_grads else {}
         self.fsdp2.post_backward()  # frees the weights, before the reduction allocates memory
         if grads:
             self.coordinator.synchronize(CollectiveRequest(CollectiveKind.REDUCE, self.index))
