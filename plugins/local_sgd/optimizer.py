@@ -43,11 +43,7 @@ class LocalModel(ModelWrapper):
         steps_in_round: Number of steps since the last average.
     """
 
-    steps_in_round: int
-
-    def __init__(self, module: nn.Module, *, is_primary: bool) -> None:
-        super().__init__(module, is_primary=is_primary)
-        self.steps_in_round = 0
+    steps_in_round: int = 0
 
     def require_equal_copies(self) -> None:
         if self.steps_in_round > 0 and group_size() > 1:
@@ -68,6 +64,8 @@ class LocalOptimizer(OptimizerWrapper):
         is_primary: True on the rank that writes what all ranks hold.
     """
 
+    model: LocalModel
+
     def __init__(
         self,
         optim: Optimizer,
@@ -78,7 +76,6 @@ class LocalOptimizer(OptimizerWrapper):
         is_primary: bool,
     ) -> None:
         super().__init__(optim, model, data_parallel_group=own_group, is_primary=is_primary)
-        self._local_model = model
         self._period = period
         self._outer: torch.optim.SGD | None = None
         self._anchors: dict[nn.Parameter, nn.Parameter] = {}
@@ -114,8 +111,8 @@ class LocalOptimizer(OptimizerWrapper):
     def _end_step(self) -> None:
         # Before hooks of the step, which may save or evaluate.
         self._trained.update(dict.fromkeys(one for one in self._optimized_parameters() if one.requires_grad))
-        self._local_model.steps_in_round += 1
-        if self._local_model.steps_in_round >= self._period:
+        self.model.steps_in_round += 1
+        if self.model.steps_in_round >= self._period:
             self.end_round()
         super()._end_step()
 
@@ -137,7 +134,7 @@ class LocalOptimizer(OptimizerWrapper):
         if trained:
             broadcast(self.model.buffers())
         self._trained.clear()
-        self._local_model.steps_in_round = 0
+        self.model.steps_in_round = 0
 
     def _step_outer(self, outer: torch.optim.SGD, trained: Sequence[nn.Parameter]) -> None:
         anchors = [self._anchors[one] for one in trained]
@@ -155,7 +152,7 @@ class LocalOptimizer(OptimizerWrapper):
         for parameter, anchor in self._anchors.items():
             anchor.copy_(parameter)
         self._trained.clear()
-        self._local_model.steps_in_round = 0
+        self.model.steps_in_round = 0
 
     def checkpoint_state(self) -> LocalState:
         return LocalState(self)

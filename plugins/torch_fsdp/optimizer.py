@@ -18,7 +18,7 @@ from booster.plugins.sharding.collective_order import CollectiveKind
 from booster.plugins.sharding.config import ShardGroups
 from booster.plugins.sharding.optimizer import ShardedOptimizer, replaced_memory_error
 
-from .config import FSDPConfig, OptimizerKind
+from .config import FSDPConfig
 from .fsdp2_internals import ShardedParam
 from .model import FSDPModel
 from .param_group import ParamGroup
@@ -34,7 +34,7 @@ class FSDPOptimizer(ShardedOptimizer):
         model: The boosted model.
         config: Options of the plugin.
         groups: Process groups of the shards.
-        kind: Unit of data that an update depends on.
+        is_elementwise: If True, updates of elements depend on these alone; otherwise on full parameters.
         loss_scaler: Loss scaler of float16; optional, by default losses are not scaled.
         is_primary: If True, this rank writes data that all ranks hold.
     """
@@ -47,8 +47,8 @@ class FSDPOptimizer(ShardedOptimizer):
         model: FSDPModel,
         config: FSDPConfig,
         groups: ShardGroups,
-        kind: OptimizerKind,
         *,
+        is_elementwise: bool,
         loss_scaler: LossScaler | None = None,
         is_primary: bool = True,
     ) -> None:
@@ -63,7 +63,7 @@ class FSDPOptimizer(ShardedOptimizer):
             is_primary=is_primary,
         )
         self._groups = groups
-        self._kind = kind
+        self._is_elementwise = is_elementwise
         self._updates: list[ParamUpdate] = []
         self._redistributed = RedistributedParams((), groups.shard_group)
         self._original_ids: dict[str, int] = {}
@@ -126,7 +126,7 @@ class FSDPOptimizer(ShardedOptimizer):
     def _updates_of(self, parameters: Sequence[nn.Parameter], group_index: int) -> list[ParamUpdate]:
         params = [self.model.param_of[id(one)] for one in parameters]
         owners: dict[Param, int] = {}
-        if self._kind is not OptimizerKind.ELEMENTWISE:
+        if not self._is_elementwise:
             sharded = [one for one in params if isinstance(one, ShardedParam)]
             sizes = [math.prod(one.shape) * one.shard.element_size() for one in sharded]
             owners = dict(zip(sharded, assign_owners(sizes, group_size(self._groups.shard_group)), strict=True))
@@ -137,7 +137,7 @@ class FSDPOptimizer(ShardedOptimizer):
         is_updated = True  # by this rank
         if isinstance(param, ReplicatedParam):
             is_updated = self.model.replicated_params.owns(param)
-            memory = memory if self._kind is OptimizerKind.ELEMENTWISE else memory.view(param.shape)
+            memory = memory if self._is_elementwise else memory.view(param.shape)
         elif owner is None:
             span = param.flat_range
         else:
@@ -300,10 +300,10 @@ class FSDPOptimizer(ShardedOptimizer):
 
     def _step_shards(self) -> None:
         if self._accumulation.factors is None:
-            if self._kind is OptimizerKind.ELEMENTWISE:
+            if self._is_elementwise:
                 self._step_parts()
             else:
-                self.optim.step()  # PER_PARAM optimizers were probed with empty groups as well
+                self.optim.step()  # others were probed with empty groups as well
             return
         copies = {
             update.shard.parameter: update.param.shard.view(update.shard.parameter.shape)
