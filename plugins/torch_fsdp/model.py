@@ -47,7 +47,7 @@ class FSDPModel(ModelWrapper):
     Attributes:
         fsdp_groups: Parameter groups.
         sharded_params: Sharded parameters of all parameter groups.
-        params: All parameters, sharded and replicated.
+        fsdp_params: All parameters, sharded and replicated.
         param_of: Sharded or replicated parameter, by the `id` of the model's parameter.
     """
 
@@ -72,8 +72,8 @@ class FSDPModel(ModelWrapper):
         self._broadcasts_buffers = broadcasts_buffers
         self._is_gathered = False
         self.sharded_params = [param for group in self.fsdp_groups for param in group.params]
-        self.params: list[Param] = [*self.sharded_params, *replicated_params.params]
-        self.param_of = {id(param.parameter): param for param in self.params}
+        self.fsdp_params: list[Param] = [*self.sharded_params, *replicated_params.params]
+        self.param_of = {id(param.parameter): param for param in self.fsdp_params}
         collective_order.participants = [group.participate for group in self.fsdp_groups]
         for one in module.modules():
             if isinstance(one, FSDPModule):
@@ -192,7 +192,7 @@ class FSDPModel(ModelWrapper):
 
     def bump_versions(self) -> None:
         """Bump the weights' version counters, so that backward through an older graph raises."""
-        weights = [one.unsharded_param if isinstance(one, ShardedParam) else one.parameter for one in self.params]
+        weights = [one.unsharded_param if isinstance(one, ShardedParam) else one.parameter for one in self.fsdp_params]
         torch.autograd.graph.increment_version([one for one in weights if one is not None])
 
     def check_may_step(self) -> None:
@@ -340,7 +340,7 @@ class FSDPModel(ModelWrapper):
             return self.module.load_state_dict(state_dict, strict=strict)
         self.reshard()
         # torch copies the tensors that match before it raises.
-        tensors = [*(one.shard for one in self.params), *self.module.buffers()]
+        tensors = [*(one.shard for one in self.fsdp_params), *self.module.buffers()]
         backups = [(tensor, tensor.clone()) for tensor in tensors]
         error: Exception | None = None
         result = None

@@ -213,7 +213,7 @@ class FSDPOptimizer(ShardedOptimizer):
         """Reduce local gradients, and all-reduce over the replicas. Collective."""
         model, replicated = self.model, self.model.replicated_params
         model.collective_order.synchronize_end(CollectiveKind.GRADIENTS_READ)
-        for one in model.params:
+        for one in model.fsdp_params:
             one.is_used = one.is_used or one.has_unreduced_grad
         unreduced, reduced_groups, reduces_replicated = self._sync_is_used()
         for group in unreduced:
@@ -235,7 +235,7 @@ class FSDPOptimizer(ShardedOptimizer):
             The parameter groups with unreduced gradients on any rank, those with reduced ones, and whether replicated
             parameters have gradients.
         """
-        groups, params = self.model.fsdp_groups, self.model.params
+        groups, params = self.model.fsdp_groups, self.model.fsdp_params
         flags = [
             *(group.has_unreduced_grads for group in groups),
             *(group.has_reduced_grads for group in groups),
