@@ -381,19 +381,16 @@ class FSDPModelBuilder:
         }
 
     def _shard(self, model: nn.Module, plan: WrapPlan, replicated: Collection[nn.Parameter]) -> None:
-        own = {parameter for parameter in plan.module.parameters() if not isinstance(parameter, DTensor)} - set(
-            replicated
-        )
-        for parameter in own:
+        unsharded = [parameter for parameter in plan.module.parameters() if not isinstance(parameter, DTensor)]
+        for parameter in unsharded:
             if not parameter.is_contiguous():
                 parameter.data = parameter.data.contiguous()
-        if not own and plan.module is not model:
+        own, is_root = set(unsharded) - set(replicated), plan.module is model
+        if not own and not is_root:
             return
         reshards = plan.reshard_after_forward
         reshards = self.config.default_reshard if reshards is None else reshards
-        ViewSafeOutputs(
-            plan.module, clones_views=reshards is not False and (plan.module is not model or bool(reshards))
-        )
+        ViewSafeOutputs(plan.module, clones_views=reshards is not False and (not is_root or bool(reshards)))
         fully_shard(
             plan.module,
             mesh=self.mesh["shard"],
