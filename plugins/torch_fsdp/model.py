@@ -331,17 +331,11 @@ class FSDPModel(ModelWrapper):
             RuntimeError: Names or shapes do not match.
             RankFailedError: The load failed on another rank.
         """
-        if assign:
-            raise ConfigError(
-                "load_state_dict(assign=True) gives a boosted model new parameters, and the optimizer would continue"
-                " with the old ones: leave assign out, or load before boost()"
-            )
-        if self._is_gathered:
-            return self.module.load_state_dict(state_dict, strict=strict)
+        if assign or self._is_gathered:
+            return super().load_state_dict(state_dict, strict, assign)
         self.reshard()
         # torch copies the tensors that match before it raises.
-        tensors = [*(one.shard for one in self.fsdp_params), *self.module.buffers()]
-        backups = [(tensor, tensor.clone()) for tensor in tensors]
+        backups = [(one, one.clone()) for one in (*(param.shard for param in self.fsdp_params), *self.module.buffers())]
         error: Exception | None = None
         result = None
         try:
@@ -392,7 +386,8 @@ class FSDPModel(ModelWrapper):
         for names, value in self._named_state():
             found = self.param_of.get(id(value))
             if isinstance(found, ShardedParam):
-                slices += self._slice_of(names[0], found)
+                if found.shard.numel() > 0:
+                    slices.append(self._slice_of(names[0], found))
             else:
                 is_shared = found is not None
                 is_computed = found is None and id(value) not in buffers
@@ -403,20 +398,18 @@ class FSDPModel(ModelWrapper):
                 )
         return slices
 
-    def _slice_of(self, name: str, param: ShardedParam) -> Iterator[TensorSlice]:
+    def _slice_of(self, name: str, param: ShardedParam) -> TensorSlice:
         start, stop = param.flat_range
-        numel_of_row = math.prod(param.shape[1:])
-        first_row, last_row = (start // numel_of_row, stop // numel_of_row) if numel_of_row else (0, 0)
-        if stop > start or param.rank == 0:  # rank 0 writes parameters without elements
-            yield TensorSlice(
-                name=name,
-                dtype=param.shard.dtype,
-                global_shape=param.shape,
-                box=((first_row, last_row - first_row), *((0, size) for size in param.shape[1:])),
-                span=(0, stop - start),
-                tensor=param.shard,
-                primary=self._writes_shards,
-            )
+        row = math.prod(param.shape[1:])
+        return TensorSlice(
+            name=name,
+            dtype=param.shard.dtype,
+            global_shape=param.shape,
+            box=((start // row, (stop - start) // row), *((0, size) for size in param.shape[1:])),
+            span=(0, stop - start),
+            tensor=param.shard,
+            primary=self._writes_shards,
+        )
 
     def tied_names(self) -> dict[str, tuple[str, ...]]:
         if self._is_gathered:

@@ -95,15 +95,13 @@ class ReplicatedParams:
         used = [one for one in self.params if one.is_used]
         for dtype in dict.fromkeys(one.grad_dtype for one in used):
             same_dtype = [one for one in used if one.grad_dtype == dtype]
-            device = collective_device(None)
+            device = collective_device()
             contributions: list[torch.Tensor] = []
             for one in same_dtype:
                 gradient = torch.zeros_like(one.parameter) if one.parameter.grad is None else one.parameter.grad
                 part = gradient.detach().reshape(-1).to(dtype)
                 contributions.append((part if one.reduced_grad is None else part + one.reduced_grad).to(device))
-            flat = torch.cat(contributions)
-            if group_size() > 1:
-                flat = all_reduce_sum(flat, None)
+            flat = all_reduce_sum(torch.cat(contributions))
             for one, part in zip(same_dtype, flat.split([one.parameter.numel() for one in same_dtype]), strict=True):
                 one.parameter.grad = None
                 one.reduced_grad = part.to(one.parameter.device) if self.owns(one) else None
