@@ -142,8 +142,9 @@ class FSDPConfig(PluginConfig):
     loss_scale: LossScaleConfig
 
     def __post_init__(self) -> None:
-        if isinstance(self.ignored_modules, Iterable):  # it may be a generator, and is read more than once
-            object.__setattr__(self, "ignored_modules", tuple(self.ignored_modules))
+        given = () if self.ignored_modules is None else self.ignored_modules
+        if isinstance(given, Iterable):  # it may be a generator, and is read more than once
+            object.__setattr__(self, "ignored_modules", tuple(given))
 
     @property
     def fingerprint(self) -> list[str]:
@@ -155,7 +156,7 @@ class FSDPConfig(PluginConfig):
             "cpu_offload": self.offloads,
             "auto_wrap_policy": _describe(self.auto_wrap_policy),
             "mixed_precision": _describe(policy),
-            "ignored_modules": _describe(self.ignored_modules or ()),
+            "ignored_modules": _describe(self.ignored_modules),
             "param_init_fn": _describe(self.param_init_fn),
         }
         plain = [name for name in self.__slots__ if name not in ("verbose", "clip", "loss_scale")]
@@ -366,8 +367,7 @@ def _check_policy(given: Any) -> None:
 
 
 def _check_module_arguments(ignored_modules: Any, param_init_fn: Any) -> None:
-    is_tuple = isinstance(ignored_modules, tuple)
-    if ignored_modules is not None and not (is_tuple and all(isinstance(one, nn.Module) for one in ignored_modules)):
+    if not isinstance(ignored_modules, tuple) or not all(isinstance(one, nn.Module) for one in ignored_modules):
         raise ConfigError(
             f"ignored_modules={ignored_modules!r} is not a list of modules: give modules of the model, as in"
             " [model.head], or leave it out"

@@ -235,6 +235,7 @@ class FSDP2ParamGroup:
         self.device = group.device
         self.process_group = group.mesh_info.shard_process_group
         self.mp_policy = group.mp_policy
+        group.unshard_async_op = self.device.type == "cpu"  # gloo has no streams: an immediate wait prevents overlap
         self.is_offloaded, self.is_pinned = (
             any(getattr(fsdp_param, name) for fsdp_param in self.fsdp_params)
             for name in ("offload_to_cpu", "pin_memory")
@@ -256,47 +257,36 @@ class FSDP2ParamGroup:
         """Whether `reshard_after_forward` is a number of ranks."""
         return self._group._use_post_forward_mesh
 
-    def unshard_asynchronously(self) -> None:
-        """Let the all-gather run while FSDP2 continues: gloo has no streams, so an immediate wait prevents overlap."""
-        self._group.unshard_async_op = True
-
-    # FSDP2 has no hook around its post-backward, where a group's gradients are taken, so that it reduces none. And it
-    # registers it by an autograd function whose outputs can't be modified in place (see `InputGradHook`).
-
-    def replace_post_backward(
+    def replace_backward(
         self,
         post_backward: Callable[..., None],
         register: Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]],
+        observer: Callable[[], None],
     ) -> None:
-        """Replace the group's post-backward, and how it is registered on the inputs of a forward."""
-        self._group.post_backward = post_backward  # type: ignore[method-assign]
-        self._group._register_post_backward_hook = register  # type: ignore[assignment, method-assign]
+        """Replace the group's post-backward, and how it is registered on a forward's inputs; observe its pre-backward.
 
-    def observe_pre_backward(self, observer: Callable[[], None]) -> None:
-        """Call `observer` in autograd, each time before the group's backward."""
-        pre_backward = self._group.pre_backward
+        FSDP2 has no hook around its post-backward, where a group's gradients are taken, so that it reduces none. And it
+        registers it by an autograd function whose outputs can't be modified in place (see `InputGradHook`).
+        """
+        group = self._group
+        pre_backward, finalize_backward = group.pre_backward, group.finalize_backward
 
         def observed(*args: Any) -> None:
             observer()
             pre_backward(*args)
 
-        self._group.pre_backward = observed  # type: ignore[assignment, method-assign]
-
-    def protect_unused_gathers(self) -> None:
-        """Let the stream that owns a gathered buffer wait before FSDP2 drops it unread at the end of a backward.
-
-        FSDP2 gathers ahead, and this rank's backward may not need those weights. It waits for the gather on the current
-        stream only, so that a later gather could reuse the buffer while this one still writes.
-        """
-        finalize_backward = self._group.finalize_backward
-
         def finalize() -> None:
+            # FSDP2 gathers ahead, and drops what this rank's backward has not needed. It waits for the gather on the
+            # current stream only, so that a later gather could reuse the buffer while this one still writes.
             result = self._group._all_gather_result
             if result is not None and result.all_gather_event is not None and self.device.type != "cpu":
                 self._group.comm_ctx.all_gather_copy_in_stream.wait_event(result.all_gather_event)
             finalize_backward()
 
-        self._group.finalize_backward = finalize  # type: ignore[method-assign]
+        group.post_backward = post_backward  # type: ignore[method-assign]
+        group._register_post_backward_hook = register  # type: ignore[assignment, method-assign]
+        group.pre_backward = observed  # type: ignore[assignment, method-assign]
+        group.finalize_backward = finalize  # type: ignore[method-assign]
 
     def post_backward(self) -> None:
         """Run FSDP2's own post-backward."""

@@ -23,7 +23,7 @@ from .fsdp2_internals import ShardedParam
 from .model import FSDPModel
 from .param_group import ParamGroup
 from .param_redistribution import assign_owners
-from .shard_update import Param, ParamUpdate, RedistributedParams, ReplicatedParam, shard_of
+from .shard_update import Param, ParamUpdate, RedistributedParams, ReplicatedParam
 
 
 class FSDPOptimizer(ShardedOptimizer):
@@ -143,10 +143,20 @@ class FSDPOptimizer(ShardedOptimizer):
         else:
             is_updated = owner == param.rank
             memory = memory.new_empty(param.shape if is_updated else 0)
-        shard = None
-        if is_updated and memory.numel() > 0:
-            shard = shard_of(param, span, memory, group_index, is_primary=self._groups.is_primary)
+        shard = self._shard_of(param, span, memory, group_index) if is_updated and memory.numel() > 0 else None
         return ParamUpdate(param, group_index, shard, owner)
+
+    def _shard_of(self, param: Param, span: tuple[int, int], memory: torch.Tensor, group_index: int) -> Shard:
+        return Shard(
+            name=param.name,
+            global_shape=param.shape,
+            span=span,
+            parameter=nn.Parameter(memory.detach()),
+            model_param=param.parameter,
+            group_index=group_index,
+            has_master=False,
+            is_primary=self._groups.is_primary,
+        )
 
     def _register_shards(self) -> None:
         self._redistributed = RedistributedParams(self._updates, self._groups.shard_group)
@@ -332,8 +342,7 @@ class FSDPOptimizer(ShardedOptimizer):
         for update in self._updates:
             shard, param = update.shard, update.param
             if isinstance(param, ShardedParam) and update.owner is not None:
-                is_primary, group_index = self._groups.is_primary, update.group_index
-                shard = shard_of(param, param.flat_range, param.shard, group_index, is_primary=is_primary)
+                shard = self._shard_of(param, param.flat_range, param.shard, update.group_index)
             if shard is not None and shard.parameter.numel() > 0:
                 yield shard, update.param
 

@@ -324,12 +324,8 @@ class ParamGroup:
     def _install_collectives(self, module: FSDPModule) -> None:
         module.set_custom_all_gather(ParamGroupAllGather(self))
         module.set_requires_gradient_sync(False, recurse=False)  # FSDP2 accumulates those that were not taken
-        if self.device.type == "cpu":
-            self.fsdp2.unshard_asynchronously()
         self.input_hook = InputGradHook(cast(nn.Module, module), self._on_input_gradients)
-        self.fsdp2.replace_post_backward(self._post_backward, self.input_hook.register)
-        self.fsdp2.observe_pre_backward(self._note_graph_of_gradients)
-        self.fsdp2.protect_unused_gathers()
+        self.fsdp2.replace_backward(self._post_backward, self.input_hook.register, self._note_graph_of_gradients)
         cast(nn.Module, module).register_forward_pre_hook(self._unshard_for_inference, prepend=True)
         cast(nn.Module, module).register_forward_pre_hook(self._begin_forward)  # behind FSDP2's, which gathers
         cast(nn.Module, module).register_forward_hook(self._end_forward)
@@ -481,7 +477,10 @@ class ParamGroup:
         work.wait(output, accumulate=accumulate)
         if self.fsdp2.is_offloaded:
             self.add_arriving()
-            host, event = copy_to_host(output, is_pinned=self.fsdp2.is_pinned)
+            event = torch.Event(device=self.device) if self.fsdp2.is_pinned else None
+            host = output.to("cpu", non_blocking=event is not None)
+            if event is not None:
+                event.record()
             self._arriving = host, params, event  # read in the step: backward continues meanwhile
 
     @torch.no_grad()
@@ -535,21 +534,6 @@ class ParamGroup:
         if grads:
             self.coordinator.synchronize(CollectiveRequest(CollectiveKind.REDUCE, self.index))
             self.reduce(grads)
-
-
-def copy_to_host(tensor: torch.Tensor, *, is_pinned: bool) -> tuple[torch.Tensor, torch.Event | None]:
-    """Return a copy in host memory; with an event, it is complete at that event.
-
-    Args:
-        tensor: Tensor.
-        is_pinned: If True, the copy is in pinned memory, and the host does not wait for it.
-    """
-    host = tensor.to("cpu", non_blocking=is_pinned)
-    if not is_pinned:
-        return host, None
-    event = torch.Event(device=tensor.device)
-    event.record()
-    return host, event
 
 
 def _views(buffer: torch.Tensor, params: Sequence[ShardedParam]) -> list[torch.Tensor]:

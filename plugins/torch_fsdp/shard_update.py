@@ -272,25 +272,3 @@ class RedistributedParams:
             index: one.shard.parameter.to(shards[index].dtype) for index, one in chosen.items() if one.shard is not None
         }
         self._redistribution.from_owners(full_params, shards)
-
-
-def shard_of(param: Param, span: tuple[int, int], memory: torch.Tensor, group_index: int, *, is_primary: bool) -> Shard:
-    """Return a shard of a parameter in given memory.
-
-    Args:
-        param: Parameter.
-        span: Flat range of the shard.
-        memory: Memory of the shard, flat or in the shape of the parameter.
-        group_index: Index of the parameter's param group.
-        is_primary: If True, this rank writes the shard; False on the other replicas.
-    """
-    return Shard(
-        name=param.name,
-        global_shape=param.shape,
-        span=span,
-        parameter=nn.Parameter(memory.detach()),
-        model_param=param.parameter,
-        group_index=group_index,
-        has_master=False,
-        is_primary=is_primary,
-    )

@@ -307,18 +307,13 @@ class FSDPModelBuilder:
         """Dtypes of FSDP's mixed precision; by default nothing is cast."""
         return self.config.precision_dtypes or PrecisionDtypes()
 
-    @property
-    def ignored_modules(self) -> Sequence[nn.Module]:
-        """Modules whose parameters are replicated."""
-        return self.config.ignored_modules or ()
-
     def check(self, model: nn.Module) -> None:
         """Check that the model can be sharded, without communication or changes.
 
         Raises:
             ConfigError: The model can't be sharded.
         """
-        _check_model(model, self.ignored_modules)
+        _check_model(model, self.config.ignored_modules)
         self._plans(model, self._replicated_names(model))
 
     def build(self, model: nn.Module, materializer: Materializer) -> FSDPModel:
@@ -346,7 +341,7 @@ class FSDPModelBuilder:
         dtypes = self.precision_dtypes
         if dtypes.param_dtype is None:
             return
-        ignored = [one for module in self.ignored_modules for one in _modules_with_forward(module)]
+        ignored = [one for module in self.config.ignored_modules for one in _modules_with_forward(module)]
         inside = {part for module in ignored for part in module.modules()}
         kept = [one for one in model.modules() if isinstance(one, dtypes.own_dtype_classes) and one not in inside]
         for module in dict.fromkeys([*ignored, *kept]):
@@ -373,7 +368,7 @@ class FSDPModelBuilder:
     def _replicated_names(self, model: nn.Module) -> set[str]:
         """Return the first names of parameters that FSDP2 can't shard, or that are ignored."""
         scripted = [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
-        ignored = {one for module in [*self.ignored_modules, *scripted] for one in module.parameters()}
+        ignored = {one for module in [*self.config.ignored_modules, *scripted] for one in module.parameters()}
         return {
             name
             for name, parameter in model.named_parameters()
