@@ -477,10 +477,7 @@ class ParamGroup:
         work.wait(output, accumulate=accumulate)
         if self.fsdp2.is_offloaded:
             self.add_arriving()
-            event = torch.Event(device=self.device) if self.fsdp2.is_pinned else None
-            host = output.to("cpu", non_blocking=event is not None)
-            if event is not None:
-                event.record()
+            host, event = copy_to_host(output, is_pinned=self.fsdp2.is_pinned)
             self._arriving = host, params, event  # read in the step: backward continues meanwhile
 
     @torch.no_grad()
@@ -534,6 +531,15 @@ class ParamGroup:
         if grads:
             self.coordinator.synchronize(CollectiveRequest(CollectiveKind.REDUCE, self.index))
             self.reduce(grads)
+
+
+def copy_to_host(tensor: torch.Tensor, *, is_pinned: bool) -> tuple[torch.Tensor, torch.Event | None]:
+    """Return a copy in host memory; if it is pinned, the host does not wait for it, and it is complete at an event."""
+    host = tensor.to("cpu", non_blocking=is_pinned)
+    event = torch.Event(device=tensor.device) if is_pinned else None
+    if event is not None:
+        event.record()
+    return host, event
 
 
 def _views(buffer: torch.Tensor, params: Sequence[ShardedParam]) -> list[torch.Tensor]:
