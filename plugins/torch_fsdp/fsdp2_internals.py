@@ -236,10 +236,8 @@ class FSDP2ParamGroup:
         self.process_group = group.mesh_info.shard_process_group
         self.mp_policy = group.mp_policy
         group.unshard_async_op = self.device.type == "cpu"  # gloo has no streams: an immediate wait prevents overlap
-        self.is_offloaded, self.is_pinned = (
-            any(getattr(fsdp_param, name) for fsdp_param in self.fsdp_params)
-            for name in ("offload_to_cpu", "pin_memory")
-        )
+        self.is_offloaded = any(fsdp_param.offload_to_cpu for fsdp_param in self.fsdp_params)
+        self.is_pinned = any(fsdp_param.pin_memory for fsdp_param in self.fsdp_params)
 
     @property
     def is_idle(self) -> bool:

@@ -248,7 +248,9 @@ class FSDPModel(ModelWrapper):
                     yield self.module
                 finally:  # also if the caller's code raises on this rank, as the comparison is collective
                     self._check_same_weights()
-                    self._write_back()
+                    for param in self.sharded_params:
+                        start, stop = param.flat_range
+                        param.shard.detach().copy_(param.shown.detach().reshape(-1)[start:stop])
         finally:  # masters follow the changes before an error
             self.notify_loaded()
 
@@ -270,11 +272,6 @@ class FSDPModel(ModelWrapper):
                 self._is_gathered = False
                 for param in full_params:
                     param.set_on_modules(param.parameter)
-
-    @torch.no_grad()
-    def _write_back(self) -> None:
-        for param in self.sharded_params:
-            param.shard.copy_(param.shown.detach().reshape(-1)[slice(*param.flat_range)])
 
     def _check_same_weights(self) -> None:
         digest = 0

@@ -65,7 +65,6 @@ class FSDPOptimizer(ShardedOptimizer):
         self._groups = groups
         self._is_elementwise = is_elementwise
         self._updates: list[ParamUpdate] = []
-        self._redistributed = RedistributedParams((), groups.shard_group)
         self._original_ids: dict[str, int] = {}
         self._keeps_masters = False
         self._replace_originals()
