@@ -11,7 +11,6 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -53,18 +52,19 @@ def _share_attributes(original: torch.Tensor, other: torch.Tensor) -> None:
         other.__class__ = type(original)  # type: ignore[assignment]
 
 
-@dataclass(slots=True, eq=False)
 class ShardedParam:
     """A sharded parameter of a parameter group.
 
     The optimizer updates the shard in place, so its memory must be that which FSDP2 gathers from, and a step reads and
     clears gradients that were not reduced. FSDP2 shows neither.
 
-    Attributes:
+    Args:
         names: All names in the model.
         original: The user's tensor from before boost(), emptied.
         fsdp_param: FSDP2's `FSDPParam`.
         rank: This rank's index in the group that the parameter is sharded over.
+
+    Attributes:
         name: First name in the model.
         parameter: DTensor that the model shows between forwards.
         is_used: Whether a backward of this accumulation produced a gradient.
@@ -75,30 +75,21 @@ class ShardedParam:
         flat_range: This rank's flat range of the row-major parameter.
     """
 
-    names: tuple[str, ...]
-    original: nn.Parameter = field(repr=False)
-    fsdp_param: FSDPParam = field(repr=False)
-    rank: int
-    name: str = field(init=False)
-    parameter: nn.Parameter = field(init=False)
-    is_used: bool = field(default=False, init=False)
-    reduced_grad: torch.Tensor | None = field(default=None, init=False, repr=False)
-    is_reduced: bool = field(init=False, repr=False)
-    shape: tuple[int, ...] = field(init=False, repr=False)
-    padded_numel: int = field(init=False, repr=False)
-    flat_range: tuple[int, int] = field(init=False, repr=False)
-    _data_ptr: int = field(init=False, repr=False)
-    _requires_grad: bool = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self.name, self.parameter = self.names[0], self.fsdp_param.sharded_param
+    def __init__(self, names: tuple[str, ...], original: nn.Parameter, fsdp_param: FSDPParam, rank: int) -> None:
+        self.names, self.name = names, names[0]
+        self.original = original
+        self.fsdp_param = fsdp_param
+        self.rank = rank
+        self.parameter: nn.Parameter = fsdp_param.sharded_param
+        self.is_used = False
+        self.reduced_grad: torch.Tensor | None = None
+        self._requires_grad = self.is_reduced = self.parameter.requires_grad
         self._data_ptr = self.padded_shard.data_ptr()
         self.shape = tuple(self.parameter.shape)
-        self.padded_numel = self.fsdp_param.padded_sharded_param_size.numel()
+        self.padded_numel = fsdp_param.padded_sharded_param_size.numel()
         numel = math.prod(self.shape)
-        start = min(numel, self.rank * self.padded_numel)
+        start = min(numel, rank * self.padded_numel)
         self.flat_range = (start, min(numel, start + self.padded_numel))
-        self._requires_grad = self.is_reduced = self.parameter.requires_grad
         _share_attributes(self.original, self.parameter)
         self.fsdp_param._setattr_on_modules = self.set_on_modules  # type: ignore[assignment, method-assign]
 
