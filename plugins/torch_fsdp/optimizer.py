@@ -365,19 +365,14 @@ class FSDPOptimizer(ShardedOptimizer):
 
     def _allocate_grads(self, names: Collection[str]) -> None:
         self.model.clear_grads()
+        for param in self.model.fsdp_params:
+            param.is_used = param.name in names
         for group in self.model.fsdp_groups:
-            used = [one for one in group.params if one.name in names]
-            for one in used:
-                one.is_used = True
-            if used:
+            if any(one.is_used for one in group.params):
                 group.reduced_grads()
-        for param in self.model.replicated_params.params:
-            if param.name in names:
-                param.is_used = True
-                if self.model.replicated_params.owns(param):
-                    param.reduced_grad = torch.zeros(
-                        param.parameter.numel(), dtype=param.grad_dtype, device=param.parameter.device
-                    )
+        for one in self.model.replicated_params.params:
+            if one.is_used and self.model.replicated_params.owns(one):
+                one.reduced_grad = torch.zeros_like(one.shard, dtype=one.grad_dtype)
 
     def set_local_gradient(self, name: str, gradient: torch.Tensor) -> None:
         param = next(one.param for one in self._updates if one.param.name == name)
