@@ -64,8 +64,6 @@ class LocalOptimizer(OptimizerWrapper):
         is_primary: True on the rank that writes what all ranks hold.
     """
 
-    model: LocalModel
-
     def __init__(
         self,
         optim: Optimizer,
@@ -76,6 +74,7 @@ class LocalOptimizer(OptimizerWrapper):
         is_primary: bool,
     ) -> None:
         super().__init__(optim, model, data_parallel_group=own_group, is_primary=is_primary)
+        self._local_model = model
         self._period = period
         self._outer: torch.optim.SGD | None = None
         self._anchors: dict[nn.Parameter, nn.Parameter] = {}
@@ -111,8 +110,8 @@ class LocalOptimizer(OptimizerWrapper):
     def _end_step(self) -> None:
         # Before hooks of the step, which may save or evaluate.
         self._trained.update(dict.fromkeys(one for one in self._optimized_parameters() if one.requires_grad))
-        self.model.steps_in_round += 1
-        if self.model.steps_in_round >= self._period:
+        self._local_model.steps_in_round += 1
+        if self._local_model.steps_in_round >= self._period:
             self.end_round()
         super()._end_step()
 
@@ -134,7 +133,7 @@ class LocalOptimizer(OptimizerWrapper):
         if trained:
             broadcast(self.model.buffers())
         self._trained.clear()
-        self.model.steps_in_round = 0
+        self._local_model.steps_in_round = 0
 
     def _step_outer(self, outer: torch.optim.SGD, trained: Sequence[nn.Parameter]) -> None:
         anchors = [self._anchors[one] for one in trained]
@@ -152,7 +151,7 @@ class LocalOptimizer(OptimizerWrapper):
         for parameter, anchor in self._anchors.items():
             anchor.copy_(parameter)
         self._trained.clear()
-        self.model.steps_in_round = 0
+        self._local_model.steps_in_round = 0
 
     def checkpoint_state(self) -> LocalState:
         return LocalState(self)
