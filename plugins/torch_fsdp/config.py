@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, cast
 
 import torch
@@ -419,11 +420,17 @@ class FSDPPrecision(BoosterPrecision):
 _PER_PARAM_CLASSES = frozenset({optim.Adafactor, optim.Muon})
 
 
-def is_elementwise(optimizer: optim.Optimizer) -> bool:
-    """Return whether updates of elements depend on these alone, and not on their parameters; it probes unknown classes.
+class OptimizerKind(IntEnum):
+    """Unit of data that an optimizer's update depends on. A larger kind is valid for all smaller ones."""
 
-    The optimizer and the process's state do not change: copies are probed on small tensors. The result is local, and
-    one that depends on parameters on any rank must be taken for one on all.
+    ELEMENTWISE = 0  # any elements of parameters
+    PER_PARAM = 1  # one full parameter
+
+
+def kind_of(optimizer: optim.Optimizer) -> OptimizerKind:
+    """Return the kind of an optimizer; copies of unknown classes are probed on small tensors.
+
+    The optimizer and the process's state do not change. The result is local, so the ranks should take the maximum.
 
     Args:
         optimizer: The user's optimizer, before its parameters are sharded.
@@ -432,14 +439,14 @@ def is_elementwise(optimizer: optim.Optimizer) -> bool:
         ConfigError: The optimizer can't run on sharded parameters, as its updates need all of them at once.
     """
     if sharding_obstacle(optimizer) is None:
-        return True
+        return OptimizerKind.ELEMENTWISE
     if isinstance(optimizer, optim.SparseAdam):
         raise ConfigError(
             f"{type(optimizer).__name__} takes sparse gradients, but gradients of sharded parameters are dense: use"
             " torch.optim.AdamW, and embeddings without sparse=True"
         )
     if type(optimizer) in _PER_PARAM_CLASSES:
-        return False
+        return OptimizerKind.PER_PARAM
     is_lbfgs = isinstance(optimizer, optim.LBFGS)
     coupling = "it needs dot products over all parameters" if is_lbfgs else find_coupling(optimizer)
     if coupling is not None:
@@ -448,4 +455,4 @@ def is_elementwise(optimizer: optim.Optimizer) -> bool:
             " Use an optimizer that updates each parameter by itself, such as torch.optim.AdamW or Muon, or"
             " TorchDDPPlugin, under which every rank has all parameters"
         )
-    return False
+    return OptimizerKind.PER_PARAM

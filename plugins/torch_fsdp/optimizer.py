@@ -18,7 +18,7 @@ from booster.plugins.sharding.collective_order import CollectiveKind
 from booster.plugins.sharding.config import ShardGroups
 from booster.plugins.sharding.optimizer import ShardedOptimizer, replaced_memory_error
 
-from .config import FSDPConfig
+from .config import FSDPConfig, OptimizerKind
 from .fsdp2_internals import ShardedParam
 from .model import FSDPModel
 from .param_group import ParamGroup
@@ -34,7 +34,7 @@ class FSDPOptimizer(ShardedOptimizer):
         model: The boosted model.
         config: Options of the plugin.
         groups: Process groups of the shards.
-        is_elementwise: If True, updates of elements depend on these alone; otherwise on full parameters.
+        kind: Unit of data that an update depends on.
         loss_scaler: Loss scaler of float16; optional, by default losses are not scaled.
         is_primary: If True, this rank writes data that all ranks hold.
     """
@@ -47,8 +47,8 @@ class FSDPOptimizer(ShardedOptimizer):
         model: FSDPModel,
         config: FSDPConfig,
         groups: ShardGroups,
+        kind: OptimizerKind,
         *,
-        is_elementwise: bool,
         loss_scaler: LossScaler | None = None,
         is_primary: bool = True,
     ) -> None:
@@ -63,8 +63,9 @@ class FSDPOptimizer(ShardedOptimizer):
             is_primary=is_primary,
         )
         self._groups = groups
-        self._is_elementwise = is_elementwise
+        self._kind = kind
         self._updates: list[ParamUpdate] = []
+        self._redistributed: RedistributedParams | None = None
         self._original_ids: dict[str, int] = {}
         self._keeps_masters = False
         self._replace_originals()
@@ -125,7 +126,7 @@ class FSDPOptimizer(ShardedOptimizer):
     def _updates_of(self, parameters: Sequence[nn.Parameter], group_index: int) -> list[ParamUpdate]:
         params = [self.model.param_of[id(one)] for one in parameters]
         owners: dict[Param, int] = {}
-        if not self._is_elementwise:
+        if self._kind is not OptimizerKind.ELEMENTWISE:
             sharded = [one for one in params if isinstance(one, ShardedParam)]
             sizes = [math.prod(one.shape) * one.shard.element_size() for one in sharded]
             owners = dict(zip(sharded, assign_owners(sizes, group_size(self._groups.shard_group)), strict=True))
@@ -136,7 +137,7 @@ class FSDPOptimizer(ShardedOptimizer):
         is_updated = True  # by this rank
         if isinstance(param, ReplicatedParam):
             is_updated = self.model.replicated_params.owns(param)
-            memory = memory if self._is_elementwise else memory.view(param.shape)
+            memory = memory if self._kind is OptimizerKind.ELEMENTWISE else memory.view(param.shape)
         elif owner is None:
             span = param.flat_range
         else:
@@ -158,7 +159,8 @@ class FSDPOptimizer(ShardedOptimizer):
         )
 
     def _register_shards(self) -> None:
-        self._redistributed = RedistributedParams(self._updates, self._groups.shard_group)
+        if any(one.owner is not None for one in self._updates):
+            self._redistributed = RedistributedParams(self._updates, self._groups.shard_group)
         shards = [one.shard for one in self._updates if one.shard is not None]
         shapes = {one.param.name: one.param.shape for one in self._updates}
         self._use_shards(Shards(shards, list(shapes), self._groups.shard_group, shapes=shapes))
@@ -215,7 +217,8 @@ class FSDPOptimizer(ShardedOptimizer):
         for update in self._updates:
             if update.owner is None:
                 update.set_gradient(update.param.reduced_grad)
-        self._redistributed.gather_gradients()
+        if self._redistributed is not None:
+            self._redistributed.gather_gradients()
         return 1.0 / group_size(self.data_parallel_group)
 
     def _reduce_unreduced_grads(self) -> None:
@@ -280,7 +283,8 @@ class FSDPOptimizer(ShardedOptimizer):
 
     def _fetch_weights(self) -> None:
         self.model.reshard()
-        self._redistributed.gather_weights()
+        if self._redistributed is not None:
+            self._redistributed.gather_weights()
 
     def _update_parameters(self) -> None:
         self._fetch_weights()
@@ -304,15 +308,16 @@ class FSDPOptimizer(ShardedOptimizer):
             update.write_weights()
         self.model.reshard()
         self.model.replicated_params.broadcast_weights(include_unused=True)
-        self._redistributed.scatter_weights(include_unused=True)
+        if self._redistributed is not None:
+            self._redistributed.scatter_weights(include_unused=True)
         self.model.bump_versions()
 
     def _step_shards(self) -> None:
         if self._accumulation.factors is None:
-            if self._is_elementwise:
+            if self._kind is OptimizerKind.ELEMENTWISE:
                 self._step_parts()
             else:
-                self.optim.step()  # others were probed with empty groups as well
+                self.optim.step()  # PER_PARAM optimizers were probed with empty groups as well
             return
         copies = {
             update.shard.parameter: update.param.shard.view(update.shard.parameter.shape)
@@ -325,7 +330,8 @@ class FSDPOptimizer(ShardedOptimizer):
         if self._accumulation.factors is None:  # else a fused step has written them
             for update in self._updates:
                 update.write_weights()
-        self._redistributed.scatter_weights()
+        if self._redistributed is not None:
+            self._redistributed.scatter_weights()
         self.model.replicated_params.broadcast_weights()
         self.model.bump_versions()
 

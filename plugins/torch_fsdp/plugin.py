@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, MixedPrecisionPolicy, OffloadPolicy, ShardingStrategy
 from torch.optim import Optimizer
 
-from booster.comm import any_rank, group_size, new_cpu_group, timeout_scope
+from booster.comm import group_size, max_of_numbers, new_cpu_group, timeout_scope
 from booster.compatibility import takes_foreign
 from booster.core.plain_torch import refuse_plain_gradient, refuse_plain_training
 from booster.interface import ModelWrapper, OptimizerWrapper
@@ -26,7 +26,7 @@ from booster.plugins.sharding.deferred_init import Materializer
 from booster.plugins.sharding.plugin import dtype_of_sums, local_accumulation
 from booster.plugins.sync_batch_norm import convert_batch_norm
 
-from .config import FSDPConfig, FSDPPrecision, is_elementwise
+from .config import FSDPConfig, FSDPPrecision, OptimizerKind, kind_of
 from .mesh import groups_of, make_mesh
 from .optimizer import FSDPOptimizer
 from .wrap import FSDPModelBuilder
@@ -167,25 +167,28 @@ class TorchFSDPPlugin(DistributedPlugin):
         )
         return dtype_of_sums(reduce_dtype, self._device, self._mesh.size(1))
 
-    def check(self, model: nn.Module, optimizer: Optimizer | None) -> bool:
+    def check(self, model: nn.Module, optimizer: Optimizer | None) -> OptimizerKind:
         self._builder().check(model)
         check_memory_is_apart(model, list(model.parameters()))
         self._materializer(model).check()
-        return optimizer is None or is_elementwise(optimizer)
+        return OptimizerKind.ELEMENTWISE if optimizer is None else kind_of(optimizer)
 
-    def place(self, model: nn.Module, optimizer: Optimizer | None, checked: bool = True) -> bool:
-        if optimizer is not None:  # each rank has probed its own optimizer
-            checked = not any_rank([not checked], self._control_group)[0]
+    def place(
+        self, model: nn.Module, optimizer: Optimizer | None, checked: OptimizerKind = OptimizerKind.ELEMENTWISE
+    ) -> OptimizerKind:
+        kind = checked
+        if optimizer is not None:  # each rank has tested its own optimizer: a larger kind is valid for smaller ones
+            kind = OptimizerKind(max_of_numbers([checked], self._control_group)[0])
         self._materializer(model).sync_initialized()
         if self._config.sync_batch_norm and self.dp_size > 1:
             convert_batch_norm(model, self._device)
-        return checked
+        return kind
 
     def _materializer(self, model: nn.Module) -> Materializer:
         config = self._config
         return Materializer(model, self._device, param_init_fn=config.param_init_fn, sync=config.sync_module_states)
 
-    def _wrap(self, model: nn.Module, optimizer: Optimizer | None, placed: bool) -> WrappedPair:
+    def _wrap(self, model: nn.Module, optimizer: Optimizer | None, placed: OptimizerKind) -> WrappedPair:
         originals = list(model.parameters())
         boosted = self._builder().build(model, self._materializer(model))
         wrapped = None
@@ -198,7 +201,7 @@ class TorchFSDPPlugin(DistributedPlugin):
                 boosted,
                 self._config,
                 self._shard_groups(),
-                is_elementwise=placed,
+                placed,
                 loss_scaler=scaler,
                 is_primary=self.dp_rank == 0,
             )

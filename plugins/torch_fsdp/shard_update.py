@@ -231,7 +231,7 @@ class RedistributedParams:
             [one.param.shape for one in owners],
             list(owners.values()),
             shard_group,
-            self._updates[0].param.shard.device if owners else torch.device("cpu"),
+            self._updates[0].param.shard.device,
         )
 
     @torch.no_grad()

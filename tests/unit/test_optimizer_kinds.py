@@ -15,7 +15,7 @@ from torch import nn, optim
 
 from booster import ConfigError
 from booster.plugins.sharding.elementwise import find_coupling
-from booster.plugins.torch_fsdp.config import is_elementwise
+from booster.plugins.torch_fsdp.config import OptimizerKind, kind_of
 
 
 def make_parameters(shapes=((5, 3), (3,), (2, 2), (4, 2, 3, 3))):
@@ -160,13 +160,13 @@ TOGETHER = {
 
 @pytest.mark.parametrize("name", ELEMENTWISE_CLASSES)
 def test_what_may_see_rows(name):
-    assert is_elementwise(ELEMENTWISE_CLASSES[name](make_parameters())) is True
+    assert kind_of(ELEMENTWISE_CLASSES[name](make_parameters())) is OptimizerKind.ELEMENTWISE
 
 
 @pytest.mark.parametrize("name", WHOLES)
 def test_what_has_to_see_whole_parameters(name):
     optimizer = WHOLES[name](make_parameters())
-    assert is_elementwise(optimizer) is False
+    assert kind_of(optimizer) is OptimizerKind.PER_PARAM
     assert find_coupling(optimizer) is None  # also where the class is known by name
 
 
@@ -176,32 +176,37 @@ def test_what_has_to_see_everything(name):
     optimizer = make(make_parameters())
     cls = type(optimizer).__name__
     with pytest.raises(ConfigError, match=f"{cls} needs all parameters at once.*: .*{seen}.* or TorchDDPPlugin"):
-        is_elementwise(optimizer)
+        kind_of(optimizer)
+
+
+def test_the_largest_kind_serves_all():
+    assert max(OptimizerKind) is OptimizerKind.PER_PARAM
+    assert min(OptimizerKind) is OptimizerKind.ELEMENTWISE
 
 
 def test_sparse_gradients_are_refused():
     with pytest.raises(ConfigError, match=r"SparseAdam takes sparse gradients, .* use torch\.optim\.AdamW"):
-        is_elementwise(optim.SparseAdam(make_parameters()))
+        kind_of(optim.SparseAdam(make_parameters()))
 
 
 @pytest.mark.parametrize("make", [optim.Adam, optim.Adadelta])
 def test_differentiable_steps_are_refused(make):
     with pytest.raises(ConfigError, match="differentiable=True"):
-        is_elementwise(make(make_parameters(), differentiable=True))
+        kind_of(make(make_parameters(), differentiable=True))
 
 
 def test_parameters_that_are_kept_elsewhere_are_refused():
     """In silence they would never be trained."""
     with pytest.raises(ConfigError, match=r"KeepsItsOwnList does not follow its param_groups.* self\.param_groups"):
-        is_elementwise(made_up.KeepsItsOwnList(make_parameters()))
+        kind_of(made_up.KeepsItsOwnList(make_parameters()))
 
 
 def test_every_torch_optimizer_has_a_kind():
     every = {thing for thing in vars(optim).values() if isinstance(thing, type) and issubclass(thing, optim.Optimizer)}
     kinds = {}
     for cls in every - {optim.Optimizer, optim.SparseAdam, optim.LBFGS}:
-        kinds.setdefault(is_elementwise(cls(matrices())), set()).add(cls)
-    assert kinds[False] == {optim.Adafactor, optim.Muon}
+        kinds.setdefault(kind_of(cls(matrices())), set()).add(cls)
+    assert kinds[OptimizerKind.PER_PARAM] == {optim.Adafactor, optim.Muon}
 
 
 def test_groups_keep_their_hyperparameters():
@@ -214,7 +219,7 @@ def test_groups_keep_their_hyperparameters():
         ],
         use_muon=False,
     )
-    assert is_elementwise(optimizer) is False
+    assert kind_of(optimizer) is OptimizerKind.PER_PARAM
     optimizer.param_groups[2]["use_muon"] = True  # now it gets a vector
     assert "ValueError: only matrices" in find_coupling(optimizer)
 
@@ -223,9 +228,9 @@ def test_groups_that_differ_in_a_way():
     first, second, third, _ = make_parameters()
     settings = [{"params": [first]}, {"params": [second, third], "by_norm": True}]
     optimizer = SometimesByNorm(settings, by_norm=False)
-    assert is_elementwise(optimizer) is False
+    assert kind_of(optimizer) is OptimizerKind.PER_PARAM
     optimizer.param_groups[1]["by_norm"] = False
-    assert is_elementwise(optimizer) is True
+    assert kind_of(optimizer) is OptimizerKind.ELEMENTWISE
 
 
 @pytest.mark.parametrize("num_layers", [1, 3, 20])
@@ -234,9 +239,9 @@ def test_names_stay_with_their_parameters(num_layers):
     optimizer = GoesByName(list(model.named_parameters()))
     assert len(optimizer.param_groups[0]["param_names"]) == 2 * num_layers
     before = list(optimizer.param_groups[0]["param_names"])
-    assert is_elementwise(optimizer) is False
+    assert kind_of(optimizer) is OptimizerKind.PER_PARAM
     assert optimizer.param_groups[0]["param_names"] == before
-    assert is_elementwise(optim.Adafactor(list(model.named_parameters()))) is False
+    assert kind_of(optim.Adafactor(list(model.named_parameters()))) is OptimizerKind.PER_PARAM
 
 
 def test_hundreds_of_parameters_cost_no_more_than_a_few():
@@ -263,7 +268,7 @@ def test_large_and_empty_shapes_are_tried_small():
 
     with torch.device("meta"):
         parameters = [nn.Parameter(torch.empty(shape)) for shape in ((50_000, 768), (0, 3), (), (64, 64, 7, 7))]
-    assert is_elementwise(Notes(parameters)) is False
+    assert kind_of(Notes(parameters)) is OptimizerKind.PER_PARAM
     wholes = {shape for shape in seen if len(shape) in (0, 2, 4)}
     assert {len(shape) for shape in wholes} == {0, 2, 4}
     assert (1, 3) in wholes
@@ -276,7 +281,7 @@ def test_states_from_steps_before_are_taken_along():
         for parameter in optimizer.param_groups[0]["params"]:
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-        assert is_elementwise(optimizer) is False
+        assert kind_of(optimizer) is OptimizerKind.PER_PARAM
 
 
 ANY = ELEMENTWISE_CLASSES | WHOLES | {name: make for name, (make, _) in TOGETHER.items()}
@@ -299,9 +304,9 @@ def test_the_optimizer_is_left_as_it_was(name):
     find_coupling(optimizer)
     if name in TOGETHER:
         with pytest.raises(ConfigError):
-            is_elementwise(optimizer)
+            kind_of(optimizer)
     else:
-        is_elementwise(optimizer)
+        kind_of(optimizer)
     assert torch.equal(torch.get_rng_state(), numbers[0])
     assert random.getstate() == numbers[1]
     assert np.array_equal(np.random.get_state()[1], numbers[2])
