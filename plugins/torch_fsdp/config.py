@@ -68,12 +68,7 @@ class PrecisionDtypes:
         )
 
 
-def check_mixed_precision(given: Any) -> None:
-    """Validate the argument `mixed_precision`.
-
-    Raises:
-        ConfigError: It is invalid.
-    """
+def _check_mixed_precision(given: Any) -> None:
     if given is None:
         return
     if isinstance(given, (str, BoosterPrecision)):
@@ -95,17 +90,12 @@ def check_mixed_precision(given: Any) -> None:
             )
     for name in ("cast_forward_inputs", "cast_root_forward_inputs"):
         check_flag(f"mixed_precision.{name}", getattr(given, name, True))
-    if isinstance(given, MixedPrecision):
-        _check_fsdp1(given)
-
-
-def _check_fsdp1(given: MixedPrecision) -> None:
-    if given.keep_low_precision_grads is not False:
+    if getattr(given, "keep_low_precision_grads", False) is not False:
         raise ConfigError(
             f"mixed_precision with keep_low_precision_grads={given.keep_low_precision_grads!r}: FSDP2 casts gradients"
             " to the dtype of the shards: leave it out"
         )
-    classes = given._module_classes_to_ignore
+    classes = getattr(given, "_module_classes_to_ignore", ())
     is_valid = isinstance(classes, (tuple, list)) and all(
         isinstance(one, type) and issubclass(one, nn.Module) for one in classes
     )
@@ -207,7 +197,7 @@ class FSDPConfig(PluginConfig):
         self._check_strategy()
         self._check_group(world_size)
         _check_offload(self.cpu_offload)
-        check_mixed_precision(self.mixed_precision)
+        _check_mixed_precision(self.mixed_precision)
         _check_policy(self.auto_wrap_policy)
         _check_module_arguments(self.ignored_modules, self.param_init_fn)
         num_replicas = self._given_replicas(world_size)

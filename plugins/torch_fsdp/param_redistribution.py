@@ -123,28 +123,16 @@ class ParamRedistribution:
                 start, stop = row_range(self._shapes[index], rank, num_ranks)
                 owned_parts.append(_bytes(full_tensors[index].reshape(-1)[start:stop]))
                 owned_sizes[rank] += owned_parts[-1].numel()
-        if to_owners:
-            self._all_to_all(shard_parts, owned_parts, shard_sizes, owned_sizes, max(largest))
-        else:
-            self._all_to_all(owned_parts, shard_parts, owned_sizes, shard_sizes, max(largest))
-
-    def _all_to_all(
-        self,
-        sources: Sequence[torch.Tensor],
-        targets: Sequence[torch.Tensor],
-        sizes_to: Sequence[int],
-        sizes_from: Sequence[int],
-        max_bytes: int,
-    ) -> None:
-        """All-to-all of bytes, ordered by rank; `targets` are filled in place."""
-        if max_bytes == 0:
+        if max(largest) == 0:
             return
+        sources, targets = (shard_parts, owned_parts) if to_owners else (owned_parts, shard_parts)
+        sizes_to, sizes_from = (shard_sizes, owned_sizes) if to_owners else (owned_sizes, shard_sizes)
         device = collective_device(self._group)
         empty = torch.empty(0, dtype=torch.uint8, device=device)
         send_buffer = torch.cat([empty, *(source.to(device) for source in sources)])
         output = empty.new_empty(sum(sizes_from))
         all_to_all_single(
-            output, send_buffer, self._group, output_sizes=sizes_from, payload_sizes=sizes_to, largest_size=max_bytes
+            output, send_buffer, self._group, output_sizes=sizes_from, payload_sizes=sizes_to, largest_size=max(largest)
         )
         for target, received in zip(targets, output.split([target.numel() for target in targets]), strict=True):
             target.copy_(received)
