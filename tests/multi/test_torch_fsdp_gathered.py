@@ -65,6 +65,7 @@ def test_changes_inside_of_gathered_are_kept(strategy, precision):
 
 @distributed(world_size=2)
 def test_a_forward_inside_of_gathered_is_the_users_own_with_ignored_modules():
+    torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     plain = copy.deepcopy(net)
     plugin = TorchFSDPPlugin(ignored_modules=[net[0]], mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
