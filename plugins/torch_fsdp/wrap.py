@@ -418,7 +418,7 @@ class FSDPModelBuilder:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names[id(parameter)] = (*names.get(id(parameter), ()), name)
         shard_group = self.mesh.get_group("shard")
-        owners = assign_owners([one.nbytes for one in replicated], group_size(shard_group))
+        owners = assign_owners([one.nbytes for one in replicated], group_size(shard_group)) if replicated else []
         pairs = zip(replicated, owners, strict=True)
         replicated_params = [ReplicatedParam(names[id(one)][0], one, owner) for one, owner in pairs]
         if isinstance(model, FSDPModule):
