@@ -90,10 +90,11 @@ def _check_mixed_precision(given: Any) -> None:
             )
     for name in ("cast_forward_inputs", "cast_root_forward_inputs"):
         check_flag(f"mixed_precision.{name}", getattr(given, name, True))
-    if getattr(given, "keep_low_precision_grads", False) is not False:
+    keeps = getattr(given, "keep_low_precision_grads", False)
+    if keeps is not False:
         raise ConfigError(
-            f"mixed_precision with keep_low_precision_grads={given.keep_low_precision_grads!r}: FSDP2 casts gradients"
-            " to the dtype of the shards: leave it out"
+            f"mixed_precision with keep_low_precision_grads={keeps!r}: FSDP2 casts gradients to the dtype of the"
+            " shards: leave it out"
         )
     classes = getattr(given, "_module_classes_to_ignore", ())
     is_valid = isinstance(classes, (tuple, list)) and all(
