@@ -43,11 +43,7 @@ class LocalModel(ModelWrapper):
         steps_in_round: Number of steps since the last average.
     """
 
-    steps_in_round: int
-
-    def __init__(self, module: nn.Module, *, is_primary: bool) -> None:
-        super().__init__(module, is_primary=is_primary)
-        self.steps_in_round = 0
+    steps_in_round: int = 0
 
     def require_equal_copies(self) -> None:
         if self.steps_in_round > 0 and group_size() > 1:

@@ -152,60 +152,36 @@ class GradBucket:
         return self._is_last
 
 
-def _form_buckets(grads: Sequence[ParamGrad], bucket_bytes: int, *, first_index: int, uses_views: bool) -> list[Bucket]:
-    """Assign gradients to buckets with buffers.
-
-    Args:
-        grads: Gradients of the trainable parameters.
-        bucket_bytes: Size of a bucket; a larger parameter has a separate bucket.
-        first_index: Index of the first bucket.
-        uses_views: If True, gradients become views of the buffers, and each bucket has a separate buffer.
-    """
-    assigned = _assign_buckets([grad.parameter for grad in grads], bucket_bytes)
-    members = [[grads[index] for index in indices] for indices in assigned]
-    buffers = _allocate_buffers([[grad.parameter for grad in own] for own in members], uses_views)
-    buckets = []
-    for index, (own, flat) in enumerate(zip(members, buffers, strict=True), first_index):
-        bucket = Bucket(index, own, flat, _views_of(flat, [grad.parameter for grad in own]))
-        buckets.append(bucket)
-        for grad, view in zip(own, bucket.views, strict=True):
-            grad.bucket, grad.view = bucket, view
-            if uses_views:
-                _move_into_view(grad)
-    return buckets
-
-
-def _assign_buckets(parameters: Sequence[torch.Tensor], bucket_bytes: int) -> list[list[int]]:
-    """Return the parameter indices of every bucket, last parameter first.
+def _assign_buckets(grads: Sequence[ParamGrad], bucket_bytes: int) -> list[list[ParamGrad]]:
+    """Return the gradients of every bucket, last parameter first; a larger parameter has a separate bucket.
 
     This is the order in which backward reaches the layers of most models. Unlike DistributedDataParallel, buckets are
     not rebuilt after the first step: the position of an element in its bucket determines the summation order on three
     or more ranks, and a resumed run must sum in the same order.
     """
-    buckets: list[list[int]] = []
-    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
-    for index in reversed(range(len(parameters))):
-        parameter = parameters[index]
-        key = (parameter.dtype, parameter.device)
-        indices, num_bytes = open_buckets.pop(key, ([], 0))
-        indices, num_bytes = [*indices, index], num_bytes + parameter.nbytes
+    buckets: list[list[ParamGrad]] = []
+    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[ParamGrad], int]] = {}
+    for grad in reversed(grads):
+        key = (grad.parameter.dtype, grad.parameter.device)
+        bucket, num_bytes = open_buckets.pop(key, ([], 0))
+        bucket.append(grad)
+        num_bytes += grad.parameter.nbytes
         if num_bytes >= bucket_bytes:
-            buckets.append(indices)
+            buckets.append(bucket)
         else:
-            open_buckets[key] = indices, num_bytes
-    return buckets + [indices for indices, _ in open_buckets.values()]
+            open_buckets[key] = bucket, num_bytes
+    return buckets + [bucket for bucket, _ in open_buckets.values()]
 
 
-def _allocate_buffers(buckets: Sequence[Sequence[torch.Tensor]], uses_views: bool) -> list[torch.Tensor]:
+def _allocate_buffers(buckets: Sequence[Sequence[ParamGrad]], uses_views: bool) -> list[torch.Tensor]:
     """Return a flat buffer for every bucket. Without views, buckets that are never in flight together share one."""
-    sizes = [sum(parameter.numel() for parameter in bucket) for bucket in buckets]
-    devices_of_buckets = [(bucket[0].dtype, bucket[0].device) for bucket in buckets]
+    sizes = [sum(grad.parameter.numel() for grad in bucket) for bucket in buckets]
+    homes = [(bucket[0].parameter.dtype, bucket[0].parameter.device) for bucket in buckets]
     if uses_views:
         return [
-            torch.zeros(size, dtype=dtype, device=where)
-            for size, (dtype, where) in zip(sizes, devices_of_buckets, strict=True)
+            torch.zeros(size, dtype=dtype, device=device) for size, (dtype, device) in zip(sizes, homes, strict=True)
         ]
-    keys = [(index % _MAX_IN_FLIGHT, *home) for index, home in enumerate(devices_of_buckets)]
+    keys = [(index % _MAX_IN_FLIGHT, *home) for index, home in enumerate(homes)]
     largest: dict[tuple[int, torch.dtype, torch.device], int] = {}
     for key, size in zip(keys, sizes, strict=True):
         largest[key] = max(size, largest.get(key, 0))
@@ -572,11 +548,20 @@ class Reducer:
         self._buckets = self._new_buckets(dense)
 
     def _new_buckets(self, grads: Sequence[ParamGrad]) -> list[Bucket]:
-        config, first_index = self._config, self._num_formed
-        buckets = _form_buckets(
-            grads, config.bucket_bytes, first_index=first_index, uses_views=config.gradient_as_bucket_view
-        )
-        self._num_formed += len(buckets)
+        """Assign gradients to buckets with buffers, of which they become views with `gradient_as_bucket_view`."""
+        uses_views = self._config.gradient_as_bucket_view
+        members = _assign_buckets(grads, self._config.bucket_bytes)
+        first_index, self._num_formed = self._num_formed, self._num_formed + len(members)
+        buckets = []
+        for index, (own, flat) in enumerate(
+            zip(members, _allocate_buffers(members, uses_views), strict=True), first_index
+        ):
+            bucket = Bucket(index, own, flat, _views_of(flat, [grad.parameter for grad in own]))
+            buckets.append(bucket)
+            for grad, view in zip(own, bucket.views, strict=True):
+                grad.bucket, grad.view = bucket, view
+                if uses_views:
+                    _move_into_view(grad)
         return buckets
 
 

@@ -31,7 +31,7 @@ from booster.plugins.sharding.config import GradClipConfig
 from booster.plugins.sharding.elementwise import find_coupling, sharding_obstacle
 from booster.validation import check_flag, check_replicas
 
-from .mesh import check_process_group, describe_process_group, make_mesh
+from .mesh import check_process_group, describe_process_group
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -68,34 +68,7 @@ class PrecisionDtypes:
         )
 
 
-def read_mixed_precision(given: Any) -> PrecisionDtypes | None:
-    """Return the dtypes of the argument `mixed_precision`, valid for `check_mixed_precision`, or None."""
-    if isinstance(given, MixedPrecision):
-        return PrecisionDtypes(
-            param_dtype=given.param_dtype,
-            reduce_dtype=given.reduce_dtype or given.param_dtype,
-            buffer_dtype=given.buffer_dtype,
-            casts_root_inputs=given.cast_root_forward_inputs,
-            casts_module_inputs=given.cast_forward_inputs,
-            own_dtype_classes=tuple(given._module_classes_to_ignore),
-        )
-    if isinstance(given, MixedPrecisionPolicy):
-        return PrecisionDtypes(
-            param_dtype=given.param_dtype,
-            reduce_dtype=given.reduce_dtype or given.param_dtype,
-            output_dtype=given.output_dtype,
-            casts_root_inputs=given.cast_forward_inputs,
-            casts_module_inputs=given.cast_forward_inputs,
-        )
-    return None
-
-
-def check_mixed_precision(given: Any) -> None:
-    """Validate the argument `mixed_precision`.
-
-    Raises:
-        ConfigError: It is invalid.
-    """
+def _check_mixed_precision(given: Any) -> None:
     if given is None:
         return
     if isinstance(given, (str, BoosterPrecision)):
@@ -117,17 +90,13 @@ def check_mixed_precision(given: Any) -> None:
             )
     for name in ("cast_forward_inputs", "cast_root_forward_inputs"):
         check_flag(f"mixed_precision.{name}", getattr(given, name, True))
-    if isinstance(given, MixedPrecision):
-        _check_fsdp1(given)
-
-
-def _check_fsdp1(given: MixedPrecision) -> None:
-    if given.keep_low_precision_grads is not False:
+    keeps = getattr(given, "keep_low_precision_grads", False)
+    if keeps is not False:
         raise ConfigError(
-            f"mixed_precision with keep_low_precision_grads={given.keep_low_precision_grads!r}: FSDP2 casts gradients"
-            " to the dtype of the shards: leave it out"
+            f"mixed_precision with keep_low_precision_grads={keeps!r}: FSDP2 casts gradients to the dtype of the"
+            " shards: leave it out"
         )
-    classes = given._module_classes_to_ignore
+    classes = getattr(given, "_module_classes_to_ignore", ())
     is_valid = isinstance(classes, (tuple, list)) and all(
         isinstance(one, type) and issubclass(one, nn.Module) for one in classes
     )
@@ -142,21 +111,6 @@ _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
 _NO_RESHARD_STRATEGIES = ("SHARD_GRAD_OP", "NO_SHARD", "_HYBRID_SHARD_ZERO2")
 _FLAGS = ("sync_module_states", "verbose", "sync_batch_norm", "broadcast_buffers")
 _POLICY_CALL = "policy(module=..., recurse=..., nonwrapped_numel=...)"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Strategy:
-    """Sharding and replication of weights.
-
-    Attributes:
-        num_replicas: Size of the "replica" axis.
-        shard_size: Size of the "shard" axis.
-        reshard_after_forward: Argument of `fully_shard`.
-    """
-
-    num_replicas: int
-    shard_size: int
-    reshard_after_forward: bool | int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,20 +134,21 @@ class FSDPConfig(PluginConfig):
     loss_scale: LossScaleConfig
 
     def __post_init__(self) -> None:
-        if isinstance(self.ignored_modules, Iterable):  # it may be a generator, and is read more than once
-            object.__setattr__(self, "ignored_modules", tuple(self.ignored_modules))
+        given = () if self.ignored_modules is None else self.ignored_modules
+        if isinstance(given, Iterable):  # it may be a generator, and is read more than once
+            object.__setattr__(self, "ignored_modules", tuple(given))
 
     @property
     def fingerprint(self) -> list[str]:
-        formats = self.precision_dtypes
-        policy = None if formats is None else [getattr(formats, name) for name in PrecisionDtypes.__slots__]
+        dtypes = self.precision_dtypes
+        policy = None if dtypes is None else [getattr(dtypes, name) for name in PrecisionDtypes.__slots__]
         described = {
             "process_group": describe_process_group(self.process_group),
             "sharding_strategy": self._strategy_name,
             "cpu_offload": self.offloads,
             "auto_wrap_policy": _describe(self.auto_wrap_policy),
             "mixed_precision": _describe(policy),
-            "ignored_modules": _describe(self.ignored_modules or ()),
+            "ignored_modules": _describe(self.ignored_modules),
             "param_init_fn": _describe(self.param_init_fn),
         }
         plain = [name for name in self.__slots__ if name not in ("verbose", "clip", "loss_scale")]
@@ -203,7 +158,18 @@ class FSDPConfig(PluginConfig):
     @property
     def precision_dtypes(self) -> PrecisionDtypes | None:
         """Dtypes of FSDP's mixed precision, or None."""
-        return read_mixed_precision(self.mixed_precision)
+        given = self.mixed_precision
+        if given is None:
+            return None
+        return PrecisionDtypes(  # of torch's `MixedPrecision` or `MixedPrecisionPolicy`
+            param_dtype=given.param_dtype,
+            reduce_dtype=given.reduce_dtype or given.param_dtype,
+            buffer_dtype=getattr(given, "buffer_dtype", None),
+            output_dtype=getattr(given, "output_dtype", None),
+            casts_root_inputs=getattr(given, "cast_root_forward_inputs", given.cast_forward_inputs),
+            casts_module_inputs=given.cast_forward_inputs,
+            own_dtype_classes=tuple(getattr(given, "_module_classes_to_ignore", ())),
+        )
 
     @property
     def offloads(self) -> bool:
@@ -221,7 +187,7 @@ class FSDPConfig(PluginConfig):
         return CPUOffloadPolicy(pin_memory=given.pin_memory if isinstance(given, CPUOffloadPolicy) else True)
 
     def check(self, world_size: int) -> None:
-        """Validate the arguments, except against the number of hosts, which `strategy` does.
+        """Validate the arguments, except against the number of hosts, which `mesh_shape` does.
 
         Raises:
             ConfigError: An argument is invalid.
@@ -232,7 +198,7 @@ class FSDPConfig(PluginConfig):
         self._check_strategy()
         self._check_group(world_size)
         _check_offload(self.cpu_offload)
-        check_mixed_precision(self.mixed_precision)
+        _check_mixed_precision(self.mixed_precision)
         _check_policy(self.auto_wrap_policy)
         _check_module_arguments(self.ignored_modules, self.param_init_fn)
         num_replicas = self._given_replicas(world_size)
@@ -240,8 +206,8 @@ class FSDPConfig(PluginConfig):
             check_reshard_after_forward(self.reshard_after_forward, world_size // num_replicas)
         self.loss_scale.check()
 
-    def strategy(self, world_size: int, num_hosts: int) -> Strategy:
-        """Return the sharding and replication of weights.
+    def mesh_shape(self, world_size: int, num_hosts: int) -> tuple[int, int]:
+        """Return the number of replicas, and the number of ranks that share the shards of each.
 
         Args:
             world_size: Number of ranks.
@@ -256,8 +222,12 @@ class FSDPConfig(PluginConfig):
             num_replicas = _one_replica_per_host(world_size, num_hosts)
         shard_size = world_size // num_replicas
         check_reshard_after_forward(self.reshard_after_forward, shard_size)
-        reshard_after_forward = False if self._strategy_name in _NO_RESHARD_STRATEGIES else self.reshard_after_forward
-        return Strategy(num_replicas=num_replicas, shard_size=shard_size, reshard_after_forward=reshard_after_forward)
+        return num_replicas, shard_size
+
+    @property
+    def default_reshard(self) -> bool | int | None:
+        """Argument `reshard_after_forward` of `fully_shard`, where the policy gives none."""
+        return False if self._strategy_name in _NO_RESHARD_STRATEGIES else self.reshard_after_forward
 
     @property
     def zero_stage(self) -> int:
@@ -265,16 +235,6 @@ class FSDPConfig(PluginConfig):
         if self._strategy_name == "NO_SHARD":
             return 0
         return 2 if self._strategy_name in _NO_RESHARD_STRATEGIES else 3
-
-    def make_mesh(self, device_type: str, strategy: Strategy) -> DeviceMesh:
-        """Return the ranks as a mesh with the axes "replica" and "shard".
-
-        Collective: every rank must call it.
-
-        Raises:
-            ConfigError: The ranks' groups do not form a mesh; on all ranks.
-        """
-        return make_mesh(self.process_group, device_type, (strategy.num_replicas, strategy.shard_size))
 
     @property
     def _strategy_name(self) -> str:
@@ -399,8 +359,7 @@ def _check_policy(given: Any) -> None:
 
 
 def _check_module_arguments(ignored_modules: Any, param_init_fn: Any) -> None:
-    is_tuple = isinstance(ignored_modules, tuple)
-    if ignored_modules is not None and not (is_tuple and all(isinstance(one, nn.Module) for one in ignored_modules)):
+    if not isinstance(ignored_modules, tuple) or not all(isinstance(one, nn.Module) for one in ignored_modules):
         raise ConfigError(
             f"ignored_modules={ignored_modules!r} is not a list of modules: give modules of the model, as in"
             " [model.head], or leave it out"

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, _common_utils
+from torch.distributed.fsdp import FSDPModule, _common_utils
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather  # the base of custom all-gathers
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
@@ -52,56 +52,45 @@ def _share_attributes(original: torch.Tensor, other: torch.Tensor) -> None:
         other.__class__ = type(original)  # type: ignore[assignment]
 
 
-@dataclass(slots=True, eq=False)
 class ShardedParam:
     """A sharded parameter of a parameter group.
 
     The optimizer updates the shard in place, so its memory must be that which FSDP2 gathers from, and a step reads and
     clears gradients that were not reduced. FSDP2 shows neither.
 
-    Attributes:
+    Args:
         names: All names in the model.
         original: The user's tensor from before boost(), emptied.
         fsdp_param: FSDP2's `FSDPParam`.
         rank: This rank's index in the group that the parameter is sharded over.
+
+    Attributes:
         name: First name in the model.
         parameter: DTensor that the model shows between forwards.
         is_used: Whether a backward of this accumulation produced a gradient.
+        reduced_grad: This rank's shard of the reduced gradient, flat, or None.
         is_reduced: Whether it takes part in reductions: it is trainable, or was in this accumulation.
         shape: Shape of the unsharded parameter.
         padded_numel: Elements of every rank's shard, with padding.
         flat_range: This rank's flat range of the row-major parameter.
     """
 
-    names: tuple[str, ...]
-    original: nn.Parameter = field(repr=False)
-    fsdp_param: FSDPParam = field(repr=False)
-    rank: int
-    name: str = field(init=False)
-    parameter: nn.Parameter = field(init=False)
-    is_used: bool = field(default=False, init=False)
-    is_reduced: bool = field(init=False, repr=False)
-    shape: tuple[int, ...] = field(init=False, repr=False)
-    padded_numel: int = field(init=False, repr=False)
-    flat_range: tuple[int, int] = field(init=False, repr=False)
-    _data_ptr: int = field(init=False, repr=False)
-    _requires_grad: bool = field(init=False, repr=False)
-    _places: list[tuple[dict[str, nn.Parameter | None], str]] | None = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self.name, self.parameter = self.names[0], self.fsdp_param.sharded_param
+    def __init__(self, names: tuple[str, ...], original: nn.Parameter, fsdp_param: FSDPParam, rank: int) -> None:
+        self.names, self.name = names, names[0]
+        self.original = original
+        self.fsdp_param = fsdp_param
+        self.rank = rank
+        self.parameter: nn.Parameter = fsdp_param.sharded_param
+        self.is_used = False
+        self.reduced_grad: torch.Tensor | None = None
+        self._requires_grad = self.is_reduced = self.parameter.requires_grad
         self._data_ptr = self.padded_shard.data_ptr()
         self.shape = tuple(self.parameter.shape)
-        self.padded_numel = self.fsdp_param.padded_sharded_param_size.numel()
+        self.padded_numel = fsdp_param.padded_sharded_param_size.numel()
         numel = math.prod(self.shape)
-        start = min(numel, self.rank * self.padded_numel)
+        start = min(numel, rank * self.padded_numel)
         self.flat_range = (start, min(numel, start + self.padded_numel))
-        self._requires_grad = self.is_reduced = self.parameter.requires_grad
         _share_attributes(self.original, self.parameter)
-        info = self.fsdp_param._module_info
-        places = zip(self.modules, [info.param_name, *info.shared_param_names], strict=True)
-        is_plain = all(type(module).__setattr__ is nn.Module.__setattr__ for module in self.modules)
-        self._places = [(module._parameters, name) for module, name in places] if is_plain else None
         self.fsdp_param._setattr_on_modules = self.set_on_modules  # type: ignore[assignment, method-assign]
 
     def set_on_modules(self, parameter: nn.Parameter) -> None:
@@ -110,11 +99,7 @@ class ShardedParam:
             _share_attributes(self.original, parameter)
         if parameter.requires_grad is not self.sync_requires_grad():
             parameter.requires_grad_(self._requires_grad)
-        if self._places is None:
-            FSDPParam._setattr_on_modules(self.fsdp_param, parameter)
-            return
-        for parameters, name in self._places:
-            parameters[name] = parameter
+        FSDPParam._setattr_on_modules(self.fsdp_param, parameter)
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -160,21 +145,6 @@ class ShardedParam:
         rows = full_tensor.detach().reshape(-1)[start:stop].to(self.shard.device)
         return self.fsdp_param.to_sharded_dtensor(rows.view(self.fsdp_param.sharded_size))
 
-    @property
-    def is_offloaded(self) -> bool:
-        """Whether the shard is in host memory while the model runs on an accelerator."""
-        return self.fsdp_param.offload_to_cpu
-
-    @property
-    def is_pinned(self) -> bool:
-        """Whether host memory of it is pinned."""
-        return self.fsdp_param.pin_memory
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether the parameter requires gradients."""
-        return self.sync_requires_grad()
-
     def sync_requires_grad(self) -> bool:
         """Apply the last change of requires_grad on any of the tensors to all of them, and return it."""
         before, info = self._requires_grad, self.fsdp_param._module_info
@@ -212,11 +182,8 @@ class ShardedParam:
 
     def unreduced_grad(self) -> torch.Tensor | None:
         """Return this rank's unreduced, unsharded gradient, still scaled."""
-        accumulated, unsharded_param = self.fsdp_param.unsharded_accumulated_grad, self.unsharded_param
-        fresh = None if unsharded_param is None else unsharded_param.grad
-        if accumulated is None or fresh is None:
-            return fresh if accumulated is None else accumulated
-        return accumulated + fresh
+        gradient = self.fsdp_param.unsharded_accumulated_grad = self.take_unreduced_grad()
+        return gradient
 
     def take_unreduced_grad(self) -> torch.Tensor | None:
         """Remove and return this rank's unreduced gradient."""
@@ -246,6 +213,8 @@ class FSDP2ParamGroup:
         device: Device that the weights are gathered on.
         process_group: Ranks that the parameters are sharded over.
         mp_policy: Mixed precision.
+        is_offloaded: Whether the shards are in host memory while the model runs on an accelerator.
+        is_pinned: Whether that memory is pinned.
     """
 
     def __init__(self, module: FSDPModule, group: FSDPParamGroup) -> None:
@@ -257,6 +226,9 @@ class FSDP2ParamGroup:
         self.device = group.device
         self.process_group = group.mesh_info.shard_process_group
         self.mp_policy = group.mp_policy
+        group.unshard_async_op = self.device.type == "cpu"  # gloo has no streams: an immediate wait prevents overlap
+        self.is_offloaded = any(fsdp_param.offload_to_cpu for fsdp_param in self.fsdp_params)
+        self.is_pinned = any(fsdp_param.pin_memory for fsdp_param in self.fsdp_params)
 
     @property
     def is_idle(self) -> bool:
@@ -274,52 +246,36 @@ class FSDP2ParamGroup:
         """Whether `reshard_after_forward` is a number of ranks."""
         return self._group._use_post_forward_mesh
 
-    @property
-    def reduces_grads(self) -> bool:
-        """Whether the backward reduces gradients, as set by `set_requires_gradient_sync`."""
-        return self._group.reduce_grads
-
-    def unshard_asynchronously(self) -> None:
-        """Let the all-gather run while FSDP2 continues: gloo has no streams, so an immediate wait prevents overlap."""
-        self._group.unshard_async_op = True
-
-    # FSDP2 has no hook around its post-backward, where a group's gradients are taken, so that it reduces none. And it
-    # registers it by an autograd function whose outputs can't be modified in place (see `InputGradHook`).
-
-    def replace_post_backward(
+    def replace_backward(
         self,
         post_backward: Callable[..., None],
         register: Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]],
+        observer: Callable[[], None],
     ) -> None:
-        """Replace the group's post-backward, and how it is registered on the inputs of a forward."""
-        self._group.post_backward = post_backward  # type: ignore[method-assign]
-        self._group._register_post_backward_hook = register  # type: ignore[assignment, method-assign]
+        """Replace the group's post-backward, and how it is registered on a forward's inputs; observe its pre-backward.
 
-    def observe_pre_backward(self, observer: Callable[[], None]) -> None:
-        """Call `observer` in autograd, each time before the group's backward."""
-        pre_backward = self._group.pre_backward
+        FSDP2 has no hook around its post-backward, where a group's gradients are taken, so that it reduces none. And it
+        registers it by an autograd function whose outputs can't be modified in place (see `InputGradHook`).
+        """
+        group = self._group
+        pre_backward, finalize_backward = group.pre_backward, group.finalize_backward
 
         def observed(*args: Any) -> None:
             observer()
             pre_backward(*args)
 
-        self._group.pre_backward = observed  # type: ignore[assignment, method-assign]
-
-    def protect_unused_gathers(self) -> None:
-        """Let the stream that owns a gathered buffer wait before FSDP2 drops it unread at the end of a backward.
-
-        FSDP2 gathers ahead, and this rank's backward may not need those weights. It waits for the gather on the current
-        stream only, so that a later gather could reuse the buffer while this one still writes.
-        """
-        finalize_backward = self._group.finalize_backward
-
         def finalize() -> None:
+            # FSDP2 gathers ahead, and drops what this rank's backward has not needed. It waits for the gather on the
+            # current stream only, so that a later gather could reuse the buffer while this one still writes.
             result = self._group._all_gather_result
             if result is not None and result.all_gather_event is not None and self.device.type != "cpu":
                 self._group.comm_ctx.all_gather_copy_in_stream.wait_event(result.all_gather_event)
             finalize_backward()
 
-        self._group.finalize_backward = finalize  # type: ignore[method-assign]
+        group.post_backward = post_backward  # type: ignore[method-assign]
+        group._register_post_backward_hook = register  # type: ignore[assignment, method-assign]
+        group.pre_backward = observed  # type: ignore[assignment, method-assign]
+        group.finalize_backward = finalize  # type: ignore[method-assign]
 
     def post_backward(self) -> None:
         """Run FSDP2's own post-backward."""
@@ -347,35 +303,6 @@ class FSDP2ParamGroup:
             if self.device.type != "cpu" and hasattr(context, name):  # set by the first forward
                 getattr(context, name).wait_stream(torch.accelerator.current_stream())
 
-    # `FSDPModule.unshard` gathers in the compute dtype, for the next forward.
-
-    @contextmanager
-    def unsharded(self, full_params: Mapping[ShardedParam, torch.Tensor]) -> Iterator[None]:
-        """Context in which the model shows unsharded weights, and its forwards use them as they are.
-
-        Args:
-            full_params: Unsharded weights of all parameters of the group, which is not gathered.
-        """
-        group, state = self._group, self._state
-        for param, full_param in full_params.items():
-            param.set_on_modules(nn.Parameter(full_param, requires_grad=param.requires_grad))
-            param.fsdp_param.sharded_state = ShardedState.UNSHARDED
-        group._sharded_state = ShardedState.UNSHARDED
-        policy, state._mp_policy = state._mp_policy, MixedPrecisionPolicy()
-        blocked = ("_to_sharded", "_to_sharded_post_forward")
-        for name in blocked:
-            setattr(group, name, lambda: None)
-        try:
-            yield
-        finally:
-            for name in blocked:
-                delattr(group, name)
-            state._mp_policy = policy
-            group._sharded_state = ShardedState.SHARDED
-            for param in full_params:
-                param.set_on_modules(param.fsdp_param.sharded_param)  # type: ignore[arg-type]
-                param.fsdp_param.sharded_state = ShardedState.SHARDED
-
 
 def initialize_root(module: FSDPModule) -> None:
     """Make a module FSDP2's root; otherwise the first module that runs would become it."""
@@ -393,6 +320,8 @@ def fsdp2_param_groups(module: FSDPModule) -> list[FSDP2ParamGroup]:
 
 
 DEEPCOPY = "__deepcopy__"  # in the instance's attributes, which `copy` looks up before FSDP2's, which always raises
+# By the last one transformers synchronizes the length of `generate` over ranks.
+_ATTRIBUTES = (STATE_KEY, REGISTRY_KEY, DEEPCOPY, "_is_fsdp_managed_module")
 _HOOKS = (
     "_forward_pre_hooks",
     "_forward_hooks",
@@ -412,7 +341,7 @@ def detached_from_fsdp(model: nn.Module) -> Iterator[None]:
     """Remove temporarily what `fully_shard` and this package have added to the modules of a model.
 
     Args:
-        model: Model with unsharded weights.
+        model: Model whose weights are not gathered.
     """
     undo: list[Callable[[], None]] = []
     try:
@@ -426,19 +355,25 @@ def detached_from_fsdp(model: nn.Module) -> Iterator[None]:
 
 def _detach_module(module: nn.Module, undo: list[Callable[[], None]]) -> None:
     if isinstance(module, FSDPModule):
-        sharded = type(module)
+        undo.append(partial(setattr, module, "__class__", type(module)))
         module.__class__ = cast(Any, original_class(module))
-        undo.append(lambda: setattr(module, "__class__", sharded))
-    for key in (STATE_KEY, REGISTRY_KEY, DEEPCOPY):
-        if key in module.__dict__:
-            value = module.__dict__.pop(key)
-            undo.append(lambda key=key, value=value: module.__dict__.__setitem__(key, value))  # type: ignore[misc]
+    attributes = vars(module)
+    removed = {key: attributes.pop(key) for key in _ATTRIBUTES if key in attributes}
+    undo.append(partial(attributes.update, removed))
     for name in _HOOKS:
-        hooks = getattr(module, name)
-        kept = OrderedDict((key, hook) for key, hook in hooks.items() if not _is_own_hook(hook))
-        if len(kept) < len(hooks):
-            setattr(module, name, kept)
-            undo.append(lambda name=name, hooks=hooks: setattr(module, name, hooks))  # type: ignore[misc]
+        hooks: dict[int, Any] = getattr(module, name)
+        own = {key for key, hook in hooks.items() if _is_own_hook(hook)}
+        if own:
+            undo.append(partial(_restore_hooks, hooks, dict(hooks), own))
+        for key in own:
+            del hooks[key]
+
+
+def _restore_hooks(hooks: dict[int, Any], before: Mapping[int, Any], own: Collection[int]) -> None:
+    """Put the `own` hooks back in their places; the user may have added and removed others."""
+    restored = {key: hook for key, hook in before.items() if key in own or key in hooks} | hooks
+    hooks.clear()
+    hooks.update(restored)
 
 
 def _is_own_hook(hook: Any) -> bool:

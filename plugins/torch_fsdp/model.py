@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -26,48 +25,7 @@ from booster.plugins.sharding.optimizer import replaced_memory_error
 
 from .fsdp2_internals import DEEPCOPY, ShardedParam, detached_from_fsdp, original_class
 from .param_group import ParamGroup
-from .shard_update import ReplicatedParam, ReplicatedParams
-
-_GENERATE_SYNC_FLAG = "_is_fsdp_managed_module"
-
-
-@contextmanager
-def summon_full_params(param_groups: Sequence[ParamGroup]) -> Iterator[Callable[[], None]]:
-    """Expose unsharded weights, in the dtype of the shards, in the FSDP2 state "unsharded".
-
-    Yields a function that writes changes back to the shards; unless it is called, changes are lost.
-
-    Args:
-        param_groups: All parameter groups of a model, none of them gathered.
-
-    Collective on entry, over the ranks that the parameters are sharded over.
-    """
-    with ExitStack() as stack:
-        for param_group in param_groups:
-            stack.enter_context(param_group.fsdp2.unsharded(param_group.gather()))
-            stack.enter_context(_without_generate_sync(param_group.module))  # type: ignore[arg-type]
-        yield lambda: _write_back(param_groups)
-
-
-@contextmanager
-def _without_generate_sync(model: nn.Module) -> Iterator[None]:
-    """Clear the flag by which transformers synchronizes the length of `generate` over ranks."""
-    marked = [module for module in model.modules() if getattr(module, _GENERATE_SYNC_FLAG, False)]
-    for module in marked:
-        setattr(module, _GENERATE_SYNC_FLAG, False)
-    try:
-        yield
-    finally:
-        for module in marked:
-            setattr(module, _GENERATE_SYNC_FLAG, True)
-
-
-@torch.no_grad()
-def _write_back(param_groups: Sequence[ParamGroup]) -> None:
-    for param_group in param_groups:
-        for param in param_group.params:
-            start, stop = param.flat_range
-            param.shard.copy_(param.shown.detach().reshape(-1)[start:stop])
+from .shard_update import Param, ReplicatedParams
 
 
 class FSDPModel(ModelWrapper):
@@ -89,8 +47,8 @@ class FSDPModel(ModelWrapper):
     Attributes:
         fsdp_groups: Parameter groups.
         sharded_params: Sharded parameters of all parameter groups.
-        param_of: Parameter group and sharded parameter, or replicated parameter, by the `id` of a model parameter.
-        current_param_of: The model's sharded parameter, by the `id` of the one from before boost().
+        fsdp_params: All parameters, sharded and replicated.
+        param_of: Sharded or replicated parameter, by the `id` of the model's parameter.
     """
 
     def __init__(
@@ -114,15 +72,12 @@ class FSDPModel(ModelWrapper):
         self._broadcasts_buffers = broadcasts_buffers
         self._is_gathered = False
         self.sharded_params = [param for group in self.fsdp_groups for param in group.params]
-        self.param_of: dict[int, tuple[ParamGroup, ShardedParam] | ReplicatedParam] = {}
-        for group in self.fsdp_groups:
-            self.param_of |= {id(param.parameter): (group, param) for param in group.params}
-        self.param_of |= {id(param.parameter): param for param in replicated_params.params}
-        self.current_param_of = {id(param.original): param.parameter for param in self.sharded_params}
+        self.fsdp_params: list[Param] = [*self.sharded_params, *replicated_params.params]
+        self.param_of = {id(param.parameter): param for param in self.fsdp_params}
         collective_order.participants = [group.participate for group in self.fsdp_groups]
         for one in module.modules():
             if isinstance(one, FSDPModule):
-                vars(one)[DEEPCOPY] = partial(_copy_sharded, weakref.ref(self), weakref.ref(one))
+                vars(one)[DEEPCOPY] = partial(_refuse_copy, original_class(one))
 
     def describe_groups(self) -> str:
         """Return the parameter groups as text for the log."""
@@ -141,8 +96,6 @@ class FSDPModel(ModelWrapper):
 
         Collective: weights are all-gathered.
         """
-        if self._is_local_forward:
-            return super().forward(*args, **kwargs)
         self._begin_run(args, kwargs)
         with self._reset_on_error():
             outputs = super().forward(*args, **kwargs)
@@ -167,8 +120,6 @@ class FSDPModel(ModelWrapper):
             self.collective_order.synchronize_end(CollectiveKind.FORWARD_END)
 
     def _run_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._is_local_forward:
-            return super()._run_method(method, *args, **kwargs)
         with self._reset_on_error():
             return super()._run_method(method, *args, **kwargs)
 
@@ -201,7 +152,7 @@ class FSDPModel(ModelWrapper):
         if self._is_gathered:
             raise ConfigError("backward() inside of `with model.gathered():`: leave the block first")
         for group in self.fsdp_groups:
-            group.module.set_requires_gradient_sync(sync_gradients, recurse=False)
+            group.reduces_grads = sync_gradients
         self.collective_order.begin_pass(CollectiveKind.BACKWARD_BEGIN, sync_gradients)
         with self._reset_on_error():
             for group in self.fsdp_groups:
@@ -215,6 +166,8 @@ class FSDPModel(ModelWrapper):
         try:
             yield
         except BaseException as error:
+            if self._is_local_forward:
+                raise
             self.collective_order.abort_pass()
             reset = getattr(self.module, "reset_iter_state", None)
             if reset is not None and self.fsdp_groups:
@@ -239,10 +192,7 @@ class FSDPModel(ModelWrapper):
 
     def bump_versions(self) -> None:
         """Bump the weights' version counters, so that backward through an older graph raises."""
-        weights = [
-            *(one.unsharded_param for one in self.sharded_params),
-            *(one.parameter for one in self.replicated_params.params),
-        ]
+        weights = [one.unsharded_param if isinstance(one, ShardedParam) else one.parameter for one in self.fsdp_params]
         torch.autograd.graph.increment_version([one for one in weights if one is not None])
 
     def check_may_step(self) -> None:
@@ -293,24 +243,35 @@ class FSDPModel(ModelWrapper):
             yield self.module
             return
         try:
-            with self._unsharded() as write_back:
+            with self._unsharded():
                 try:
                     yield self.module
                 finally:  # also if the caller's code raises on this rank, as the comparison is collective
                     self._check_same_weights()
-                    write_back()
+                    for param in self.sharded_params:
+                        start, stop = param.flat_range
+                        param.shard.detach().copy_(param.shown.detach().reshape(-1)[start:stop])
         finally:  # masters follow the changes before an error
             self.notify_loaded()
 
     @contextmanager
-    def _unsharded(self) -> Iterator[Callable[[], None]]:
+    def _unsharded(self) -> Iterator[None]:
+        """Context in which the user's module is free of FSDP2 and has unsharded weights, in the dtype of the shards.
+
+        Collective on entry, over the ranks that the parameters are sharded over.
+        """
         self.reshard()
-        with summon_full_params(self.fsdp_groups) as write_back:
+        full_params = {param: full for group in self.fsdp_groups for param, full in group.gather().items()}
+        with detached_from_fsdp(self.module):
+            for param, full_param in full_params.items():
+                param.set_on_modules(nn.Parameter(full_param, requires_grad=param.sync_requires_grad()))
             self._is_gathered = True
             try:
-                yield write_back
+                yield
             finally:
                 self._is_gathered = False
+                for param in full_params:
+                    param.set_on_modules(param.parameter)
 
     def _check_same_weights(self) -> None:
         digest = 0
@@ -367,20 +328,11 @@ class FSDPModel(ModelWrapper):
             RuntimeError: Names or shapes do not match.
             RankFailedError: The load failed on another rank.
         """
-        if assign:
-            raise ConfigError(
-                "load_state_dict(assign=True) gives a boosted model new parameters, and the optimizer would continue"
-                " with the old ones: leave assign out, or load before boost()"
-            )
-        if self._is_gathered:
-            return self.module.load_state_dict(state_dict, strict=strict)
+        if assign or self._is_gathered:
+            return super().load_state_dict(state_dict, strict, assign)
         self.reshard()
         # torch copies the tensors that match before it raises.
-        shards = [
-            *(one.shard for one in self.sharded_params),
-            *(one.parameter.detach() for one in self.replicated_params.params),
-        ]
-        backups = [(tensor, tensor.clone()) for tensor in [*shards, *self.module.buffers()]]
+        backups = [(one, one.clone()) for one in (*(param.shard for param in self.fsdp_params), *self.module.buffers())]
         error: Exception | None = None
         result = None
         try:
@@ -430,8 +382,9 @@ class FSDPModel(ModelWrapper):
         slices: list[TensorSlice] = []
         for names, value in self._named_state():
             found = self.param_of.get(id(value))
-            if isinstance(found, tuple):
-                slices += self._slice_of(names[0], found[1])
+            if isinstance(found, ShardedParam):
+                if found.shard.numel() > 0:
+                    slices.append(self._slice_of(names[0], found))
             else:
                 is_shared = found is not None
                 is_computed = found is None and id(value) not in buffers
@@ -442,20 +395,18 @@ class FSDPModel(ModelWrapper):
                 )
         return slices
 
-    def _slice_of(self, name: str, param: ShardedParam) -> Iterator[TensorSlice]:
+    def _slice_of(self, name: str, param: ShardedParam) -> TensorSlice:
         start, stop = param.flat_range
-        numel_of_row = math.prod(param.shape[1:])
-        first_row, last_row = (start // numel_of_row, stop // numel_of_row) if numel_of_row else (0, 0)
-        if stop > start or param.rank == 0:  # rank 0 writes parameters without elements
-            yield TensorSlice(
-                name=name,
-                dtype=param.shard.dtype,
-                global_shape=param.shape,
-                box=((first_row, last_row - first_row), *((0, size) for size in param.shape[1:])),
-                span=(0, stop - start),
-                tensor=param.shard,
-                primary=self._writes_shards,
-            )
+        row = math.prod(param.shape[1:])
+        return TensorSlice(
+            name=name,
+            dtype=param.shard.dtype,
+            global_shape=param.shape,
+            box=((start // row, (stop - start) // row), *((0, size) for size in param.shape[1:])),
+            span=(0, stop - start),
+            tensor=param.shard,
+            primary=self._writes_shards,
+        )
 
     def tied_names(self) -> dict[str, tuple[str, ...]]:
         if self._is_gathered:
@@ -480,11 +431,6 @@ class FSDPModel(ModelWrapper):
         return [found[name] for name in state if name in found]
 
 
-def _copy_sharded(model: weakref.ref[FSDPModel], sharded: weakref.ref[nn.Module], memo: dict[int, Any]) -> nn.Module:
-    """Replacement of FSDP2's `__deepcopy__`, which always raises."""
-    boosted, module = model(), sharded()
-    assert module is not None
-    if boosted is None or not boosted._is_gathered:
-        raise sharded_copy_error(original_class(module))
-    with detached_from_fsdp(boosted.module):
-        return copy.deepcopy(module, memo)
+def _refuse_copy(module_class: type[nn.Module], memo: dict[int, Any]) -> nn.Module:
+    """Replacement of FSDP2's `__deepcopy__`, which raises another error."""
+    raise sharded_copy_error(module_class)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -21,16 +22,8 @@ from .config import FSDPConfig, OptimizerKind
 from .fsdp2_internals import ShardedParam
 from .model import FSDPModel
 from .param_group import ParamGroup
-from .param_redistribution import ParamRedistribution, RowSharded, assign_owners
-from .shard_update import (
-    OwnedUpdate,
-    OwnedUpdates,
-    ParamUpdate,
-    ReplicatedParam,
-    ReplicatedUpdate,
-    ShardUpdate,
-    shard_of,
-)
+from .param_redistribution import assign_owners
+from .shard_update import Param, ParamUpdate, RedistributedParams, ReplicatedParam
 
 
 class FSDPOptimizer(ShardedOptimizer):
@@ -70,8 +63,7 @@ class FSDPOptimizer(ShardedOptimizer):
         )
         self._kind = kind
         self._updates: list[ParamUpdate] = []
-        self._replicated_updates: list[ReplicatedUpdate] = []
-        self._owned: OwnedUpdates | None = None
+        self._redistributed: RedistributedParams | None = None
         self._original_ids: dict[str, int] = {}
         self._keeps_masters = False
         self._replace_originals()
@@ -85,20 +77,24 @@ class FSDPOptimizer(ShardedOptimizer):
         """Add a param group to the user's optimizer and shard it; see `ShardedOptimizer.add_param_group`."""
         given = param_group["params"]
         members = [given] if isinstance(given, torch.Tensor) else list(given)
-        # A user may have the parameters from before boost(), and after an evaluation those of gathered weights.
-        shard_of = {
-            id(shown): param.parameter
-            for param in self.model.sharded_params
-            for shown in (param.original, param.unsharded_param)
-            if shown is not None
-        }
-        super().add_param_group({**param_group, "params": [shard_of.get(id(one), one) for one in members]})
+        current = self._current_params()
+        super().add_param_group({**param_group, "params": [current.get(id(one), one) for one in members]})
+
+    def _current_params(self) -> dict[int, nn.Parameter]:
+        """Return the model's sharded parameters by the `id` of those that a user may have.
+
+        These are the ones from before boost(), and after an evaluation those of gathered weights.
+        """
+        params = self.model.sharded_params
+        gathered = {id(param.unsharded_param): param.parameter for param in params if param.unsharded_param is not None}
+        return {id(param.original): param.parameter for param in params} | gathered
 
     def _replace_originals(self) -> None:
         """Replace the parameters from before boost() by the model's current ones."""
+        current = self._current_params()
         for group in self.param_groups:
             originals, params = list(group["params"]), group["params"]
-            params[:] = [self.model.current_param_of.get(id(one), one) for one in originals]
+            params[:] = [current.get(id(one), one) for one in originals]
             for original, shown in zip(originals, params, strict=True):
                 self._original_ids[self._names[id(shown)]] = id(original)
                 if shown is not original and original in self.optim.state:
@@ -112,7 +108,7 @@ class FSDPOptimizer(ShardedOptimizer):
             updates = self._updates_of(new, index)
             for parameter, update in zip(new, updates, strict=True):
                 if self._keeps_masters:  # for a parameter that is added later only the rounded values exist
-                    update.create_master({}, id(parameter))
+                    update.add_master(None)
                 shards = [] if update.shard is None else [update.shard]
                 shard_state(self.optim, parameter, shards)
                 self._model_param_of |= {id(one.parameter): one.model_param for one in shards}
@@ -126,38 +122,43 @@ class FSDPOptimizer(ShardedOptimizer):
         self._register_shards()
 
     def _updates_of(self, parameters: Sequence[nn.Parameter], group_index: int) -> list[ParamUpdate]:
-        is_primary = self._groups.is_primary
-        is_elementwise = self._kind is OptimizerKind.ELEMENTWISE
-        places = [self.model.param_of[id(one)] for one in parameters]
-        owners: Iterator[int] = iter(())
-        if not is_elementwise:
-            sharded = [_row_sharded(place[1]) for place in places if not isinstance(place, ReplicatedParam)]
-            owners = iter(assign_owners(sharded, group_size(self._groups.shard_group)))
-        updates: list[ParamUpdate] = []
-        for place in places:
-            if isinstance(place, ReplicatedParam):
-                replicated = self.model.replicated_params
-                update: ParamUpdate = ReplicatedUpdate(
-                    replicated, place, group_index, is_primary=is_primary, is_flat=is_elementwise
-                )
-            elif is_elementwise:
-                update = ShardUpdate(*place, group_index, is_primary=is_primary)
-            else:
-                update = OwnedUpdate(*place, group_index, next(owners), is_primary=is_primary)
-            updates.append(update)
-        return updates
+        params = [self.model.param_of[id(one)] for one in parameters]
+        owners: dict[Param, int] = {}
+        if self._kind is not OptimizerKind.ELEMENTWISE:
+            sharded = [one for one in params if isinstance(one, ShardedParam)]
+            sizes = [math.prod(one.shape) * one.shard.element_size() for one in sharded]
+            owners = dict(zip(sharded, assign_owners(sizes, group_size(self._groups.shard_group)), strict=True))
+        return [self._update_of(param, group_index, owners.get(param)) for param in params]
+
+    def _update_of(self, param: Param, group_index: int, owner: int | None) -> ParamUpdate:
+        memory, span = param.shard, (0, math.prod(param.shape))
+        is_updated = True  # by this rank
+        if isinstance(param, ReplicatedParam):
+            is_updated = self.model.replicated_params.owns(param)
+            memory = memory if self._kind is OptimizerKind.ELEMENTWISE else memory.view(param.shape)
+        elif owner is None:
+            span = param.flat_range
+        else:
+            is_updated = owner == param.rank
+            memory = memory.new_empty(param.shape if is_updated else 0)
+        shard = self._shard_of(param, span, memory, group_index) if is_updated and memory.numel() > 0 else None
+        return ParamUpdate(param, group_index, shard, owner)
+
+    def _shard_of(self, param: Param, span: tuple[int, int], memory: torch.Tensor, group_index: int) -> Shard:
+        return Shard(
+            name=param.name,
+            global_shape=param.shape,
+            span=span,
+            parameter=nn.Parameter(memory.detach()),
+            model_param=param.parameter,
+            group_index=group_index,
+            has_master=False,
+            is_primary=self._groups.is_primary,
+        )
 
     def _register_shards(self) -> None:
-        self._replicated_updates = [one for one in self._updates if isinstance(one, ReplicatedUpdate)]
-        owned = [one for one in self._updates if isinstance(one, OwnedUpdate)]
-        if owned:
-            redistribution = ParamRedistribution(
-                [_row_sharded(one.param) for one in owned],
-                [one.owner for one in owned],
-                self._groups.shard_group,
-                owned[0].weights.device,
-            )
-            self._owned = OwnedUpdates(owned, redistribution)
+        if any(one.owner is not None for one in self._updates):
+            self._redistributed = RedistributedParams(self._updates, self._groups.shard_group)
         shards = [one.shard for one in self._updates if one.shard is not None]
         shapes = {one.param.name: one.param.shape for one in self._updates}
         self._use_shards(Shards(shards, list(shapes), self._groups.shard_group, shapes=shapes))
@@ -174,7 +175,7 @@ class FSDPOptimizer(ShardedOptimizer):
         self._keeps_masters = True
         replaced: dict[int, nn.Parameter] = {}
         for update in self._updates:
-            before = update.create_master(originals, self._original_ids[update.param.name])
+            before = update.add_master(originals.get(self._original_ids[update.param.name]))
             if before is None:
                 continue
             assert update.shard is not None
@@ -209,20 +210,21 @@ class FSDPOptimizer(ShardedOptimizer):
     def _finish_reduction(self) -> float:
         self._cached_norm = None
         self._reduce_unreduced_grads()
+        for group in self.model.fsdp_groups:
+            group.add_arriving()
         for update in self._updates:
-            update.set_gradient()
-        if self._owned is not None:
-            self._owned.gather_gradients()
+            if update.owner is None:
+                update.set_gradient(update.param.reduced_grad)
+        if self._redistributed is not None:
+            self._redistributed.gather_gradients()
         return 1.0 / group_size(self.data_parallel_group)
 
     def _reduce_unreduced_grads(self) -> None:
         """Reduce local gradients, and all-reduce over the replicas. Collective."""
         model, replicated = self.model, self.model.replicated_params
         model.collective_order.synchronize_end(CollectiveKind.GRADIENTS_READ)
-        for group in model.fsdp_groups:
-            group.mark_used()
-        for one in replicated.params:
-            one.is_used = one.is_used or one.parameter.grad is not None
+        for one in model.fsdp_params:
+            one.is_used = one.is_used or one.has_unreduced_grad
         unreduced, reduced_groups, reduces_replicated = self._sync_is_used()
         for group in unreduced:
             group.reduce(group.take_unreduced_grads())
@@ -243,11 +245,7 @@ class FSDPOptimizer(ShardedOptimizer):
             The parameter groups with unreduced gradients on any rank, those with reduced ones, and whether replicated
             parameters have gradients.
         """
-        groups = self.model.fsdp_groups
-        params: list[ShardedParam | ReplicatedParam] = [
-            *self.model.sharded_params,
-            *self.model.replicated_params.params,
-        ]
+        groups, params = self.model.fsdp_groups, self.model.fsdp_params
         flags = [
             *(group.has_unreduced_grads for group in groups),
             *(group.has_reduced_grads for group in groups),
@@ -277,14 +275,14 @@ class FSDPOptimizer(ShardedOptimizer):
         self.model.check_may_step()
         self.model.check_not_moved()
         self._check_no_foreign_gradients((param.name, param.parameter) for param in self.model.sharded_params)
-        for update in self._replicated_updates:
+        for update in self._updates:
             if update.has_moved:
                 raise replaced_memory_error(update.param.name)
 
     def _fetch_weights(self) -> None:
         self.model.reshard()
-        if self._owned is not None:
-            self._owned.gather_weights()
+        if self._redistributed is not None:
+            self._redistributed.gather_weights()
 
     def _update_parameters(self) -> None:
         self._fetch_weights()
@@ -301,8 +299,8 @@ class FSDPOptimizer(ShardedOptimizer):
             update.write_weights()
         self.model.reshard()
         self.model.replicated_params.broadcast_weights(include_unused=True)
-        if self._owned is not None:
-            self._owned.scatter_weights(include_unused=True)
+        if self._redistributed is not None:
+            self._redistributed.scatter_weights(include_unused=True)
         self.model.bump_versions()
 
     def _step_shards(self) -> None:
@@ -313,19 +311,19 @@ class FSDPOptimizer(ShardedOptimizer):
                 self.optim.step()  # PER_PARAM optimizers were probed with empty groups as well
             return
         copies = {
-            update.shard.parameter: update.weights.view(update.shard.parameter.shape)
+            update.shard.parameter: update.param.shard.view(update.shard.parameter.shape)
             for update in self._updates
-            if update.shard is not None and update.rounds_in_place
+            if update.shard is not None and update.master is not None
         }
         self._step_fused(copies, {})
 
     def _finish_step(self) -> None:
         self._restore_memory()
-        for update in self._updates if self._keeps_masters else ():
-            if self._accumulation.factors is None or not update.rounds_in_place:
+        if self._accumulation.factors is None:  # else a fused step has written them
+            for update in self._updates:
                 update.write_weights()
-        if self._owned is not None:
-            self._owned.scatter_weights()
+        if self._redistributed is not None:
+            self._redistributed.scatter_weights()
         self.model.replicated_params.broadcast_weights()
         self.model.bump_versions()
 
@@ -336,25 +334,18 @@ class FSDPOptimizer(ShardedOptimizer):
         """Shards of the reduced gradients on this rank: row shards, also of parameters that another rank updates."""
         return [shard for shard, _ in self._grad_shards()]
 
-    def _grad_shards(self) -> Iterator[tuple[Shard, ParamUpdate]]:
+    def _grad_shards(self) -> Iterator[tuple[Shard, Param]]:
         """Yield the shards of reduced gradients: this rank's rows, and full replicated parameters on their owners."""
         for update in self._updates:
-            if isinstance(update, OwnedUpdate):
-                param, group_index = update.param, update.group_index
-                if param.shard.numel() > 0:
-                    is_primary = self._groups.is_primary
-                    yield shard_of(param, param.flat_range, param.shard, group_index, is_primary=is_primary), update
-            elif update.shard is not None:
-                yield update.shard, update
+            shard, param = update.shard, update.param
+            if isinstance(param, ShardedParam) and update.owner is not None:
+                shard = self._shard_of(param, param.flat_range, param.shard, update.group_index)
+            if shard is not None and shard.parameter.numel() > 0:
+                yield shard, update.param
 
     def local_gradients(self) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
-        for update in self._updates:
-            param = update.param
-            gradient = param.parameter.grad if isinstance(param, ReplicatedParam) else param.unreduced_grad()
-            if gradient is not None:
-                found[param.name] = gradient
-        return found
+        grads = {update.param.name: update.param.unreduced_grad() for update in self._updates}
+        return {name: gradient for name, gradient in grads.items() if gradient is not None}
 
     def reduced_gradients(self, allocate: Collection[str] | None = None) -> list[tuple[Shard, torch.Tensor]]:
         if allocate is None:
@@ -362,28 +353,24 @@ class FSDPOptimizer(ShardedOptimizer):
             self._sync_is_used()
         else:
             self._allocate_grads(allocate)
-        found = []
-        for shard, update in self._grad_shards():
-            gradient = update.reduced_grad()
-            if gradient is not None and update.param.is_used:
-                found.append((shard, gradient))
-        return found
+        for group in self.model.fsdp_groups:
+            group.add_arriving()
+        return [
+            (shard, param.reduced_grad)
+            for shard, param in self._grad_shards()
+            if param.is_used and param.reduced_grad is not None
+        ]
 
     def _allocate_grads(self, names: Collection[str]) -> None:
         self.model.clear_grads()
+        for param in self.model.fsdp_params:
+            param.is_used = param.name in names
         for group in self.model.fsdp_groups:
-            used = [one for one in group.params if one.name in names]
-            for one in used:
-                one.is_used = True
-            if used:
+            if any(one.is_used for one in group.params):
                 group.reduced_grads()
-        for param in self.model.replicated_params.params:
-            if param.name in names:
-                param.is_used = True
-                if self.model.replicated_params.owns(param):
-                    param.reduced_grad = torch.zeros(
-                        param.parameter.numel(), dtype=param.grad_dtype, device=param.parameter.device
-                    )
+        for one in self.model.replicated_params.params:
+            if one.is_used and self.model.replicated_params.owns(one):
+                one.reduced_grad = torch.zeros_like(one.shard, dtype=one.grad_dtype)
 
     def set_local_gradient(self, name: str, gradient: torch.Tensor) -> None:
         param = next(one.param for one in self._updates if one.param.name == name)
@@ -393,7 +380,3 @@ class FSDPOptimizer(ShardedOptimizer):
         group = next(group for group in self.model.fsdp_groups if param in group.params)
         buffer = torch.empty(param.shape, dtype=group.reduce_dtype, device=group.device)
         param.set_accumulated_grad(buffer.copy_(gradient))
-
-
-def _row_sharded(param: ShardedParam) -> RowSharded:
-    return RowSharded(name=param.name, shape=param.shape, dtype=param.shard.dtype)

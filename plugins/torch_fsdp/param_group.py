@@ -114,7 +114,7 @@ class InputGradHook:
 
         if not torch.is_grad_enabled():
             return args, kwargs
-        viewed: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(view, args), map_tensors(view, kwargs)
+        viewed: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(view, (args, kwargs))
         if views:
             self._handles.append(register_multi_grad_hook(views, self._callback))
         return viewed
@@ -216,6 +216,7 @@ class ParamGroup:
         reduce_dtype: Dtype of the gradients in the reduce-scatter.
         grad_dtype: Dtype of the reduced gradients.
         on_gradients: Callback of a backward that produces gradients here, or None.
+        reduces_grads: Whether backwards reduce gradients, or accumulate them unsharded.
     """
 
     def __init__(
@@ -244,12 +245,12 @@ class ParamGroup:
             fsdp2.mp_policy.reduce_dtype or self.compute_dtype or self.params[0].shard.dtype
         )
         self.grad_dtype = self.reduce_dtype if self.reduce_dtype.itemsize >= 4 else torch.float32
-        self._offloads = any(one.is_offloaded for one in self.params)
-        self._grads: dict[ShardedParam, torch.Tensor] = {}  # this rank's shards, flat
-        self._grad_buffer: torch.Tensor | None = None  # that they are views of
+        self._grad_buffer: torch.Tensor | None = None  # of this rank's shards of reduced gradients
+        self._grad_params: tuple[ShardedParam, ...] = ()  # that it has gradients of
         # Sums of the last backward that are on their way to the host, of which parameters, and the end of the copy.
-        self._arriving: tuple[torch.Tensor, Sequence[ShardedParam], torch.Event | None] | None = None
+        self._arriving: tuple[torch.Tensor, tuple[ShardedParam, ...], torch.Event | None] | None = None
         self.on_gradients: Callable[[], None] | None = None
+        self.reduces_grads = True
         self._has_graph_of_gradients = self._makes_graph = False
         self._running_submodule: nn.Module | None = None
         self._shown_versions: list[tuple[int, int] | None] = []
@@ -322,12 +323,9 @@ class ParamGroup:
 
     def _install_collectives(self, module: FSDPModule) -> None:
         module.set_custom_all_gather(ParamGroupAllGather(self))
-        if self.device.type == "cpu":
-            self.fsdp2.unshard_asynchronously()
+        module.set_requires_gradient_sync(False, recurse=False)  # FSDP2 accumulates those that were not taken
         self.input_hook = InputGradHook(cast(nn.Module, module), self._on_input_gradients)
-        self.fsdp2.replace_post_backward(self._post_backward, self.input_hook.register)
-        self.fsdp2.observe_pre_backward(self._note_graph_of_gradients)
-        self.fsdp2.protect_unused_gathers()
+        self.fsdp2.replace_backward(self._post_backward, self.input_hook.register, self._note_graph_of_gradients)
         cast(nn.Module, module).register_forward_pre_hook(self._unshard_for_inference, prepend=True)
         cast(nn.Module, module).register_forward_pre_hook(self._begin_forward)  # behind FSDP2's, which gathers
         cast(nn.Module, module).register_forward_hook(self._end_forward)
@@ -396,41 +394,35 @@ class ParamGroup:
     @property
     def has_reduced_grads(self) -> bool:
         """Whether there are reduced gradients."""
-        return bool(self._grads) or self._arriving is not None
-
-    def grad_shard_of(self, param: ShardedParam) -> torch.Tensor | None:
-        """Return this rank's shard of a parameter's reduced gradient, flat, or None if there is none."""
-        if self._arriving is not None:
-            self._add_arriving()
-        return self._grads.get(param)
+        return bool(self._grad_params) or self._arriving is not None
 
     def clear_grads(self, *, keep_used: bool = False) -> None:
         """Drop all gradients."""
-        self._grads, self._grad_buffer, self._arriving = {}, None, None
+        self._grad_buffer, self._grad_params, self._arriving = None, (), None
         for one in self.params:
             one.take_unreduced_grad()
+            one.reduced_grad = None
             one.is_used = one.is_used and keep_used
             one.is_reduced = one.sync_requires_grad()
 
     def reduced_grads(self) -> torch.Tensor:
         """Return a buffer of the reduced gradients of `reduced_params`; missing ones become zeros."""
-        if self._arriving is not None:
-            self._add_arriving()
-        params = self.reduced_params
-        if self._grad_buffer is None or params != tuple(self._grads):
+        self.add_arriving()
+        params, buffer = self.reduced_params, self._grad_buffer
+        if buffer is None or params != self._grad_params:
             self.coordinator.wait_in_flight()
-            numel, device = sum(one.padded_numel for one in params), "cpu" if self._offloads else self.device
-            self._grad_buffer = torch.zeros(numel, dtype=self.grad_dtype, device=device)
-            before, self._grads = self._grads, _views(self._grad_buffer, params)
-            for one in before.keys() & self._grads.keys():
-                self._grads[one].copy_(before[one])
-        return self._grad_buffer
+            numel, device = sum(one.padded_numel for one in params), "cpu" if self.fsdp2.is_offloaded else self.device
+            before = [(one, one.reduced_grad) for one in self._grad_params]
+            buffer = torch.zeros(numel, dtype=self.grad_dtype, device=device)
+            self._set_grads(buffer, params)
+            for one, gradient in before:
+                cast(torch.Tensor, one.reduced_grad).copy_(cast(torch.Tensor, gradient))
+        return buffer
 
-    def mark_used(self) -> None:
-        """Note which parameters have unreduced gradients."""
-        for one in self.params:
-            if one.has_unreduced_grad:
-                one.is_used = True
+    def _set_grads(self, buffer: torch.Tensor, params: tuple[ShardedParam, ...]) -> None:
+        self._grad_buffer, self._grad_params = buffer, params
+        for one, gradient in zip(params, _views(buffer, params), strict=True):
+            one.reduced_grad = gradient
 
     def take_unreduced_grads(self) -> dict[ShardedParam, torch.Tensor]:
         """Remove and return this rank's unreduced gradients, noting which parameters they are of."""
@@ -456,10 +448,10 @@ class ParamGroup:
         self._write_rows(grads, params, send_buffer.view(self.num_ranks, -1))
         grads.clear()
         work = start_reduce_scatter(send_buffer, self.process_group)
-        accumulate = bool(self._grads) and not self._offloads
+        accumulate = bool(self._grad_params) and not self.fsdp2.is_offloaded
         output = self.reduced_grads() if accumulate else torch.empty(numel, dtype=self.grad_dtype, device=self.device)
-        if not accumulate and not self._offloads:
-            self._grads, self._grad_buffer = _views(output, params), output
+        if not accumulate and not self.fsdp2.is_offloaded:
+            self._set_grads(output, params)
         work.set_output(output, accumulate=accumulate)
         self.coordinator.in_flight = partial(self._finish_reduction, work, output, params, accumulate)
 
@@ -480,29 +472,28 @@ class ParamGroup:
 
     @torch.no_grad()
     def _finish_reduction(
-        self, work: ReduceScatter, output: torch.Tensor, params: Sequence[ShardedParam], accumulate: bool
+        self, work: ReduceScatter, output: torch.Tensor, params: tuple[ShardedParam, ...], accumulate: bool
     ) -> None:
         work.wait(output, accumulate=accumulate)
-        if self._offloads:
-            self._add_arriving()
-            host, event = copy_to_host(output, is_pinned=params[0].is_pinned)
+        if self.fsdp2.is_offloaded:
+            self.add_arriving()
+            host, event = copy_to_host(output, is_pinned=self.fsdp2.is_pinned)
             self._arriving = host, params, event  # read in the step: backward continues meanwhile
 
     @torch.no_grad()
-    def _add_arriving(self) -> None:
+    def add_arriving(self) -> None:
         """Wait for the sums of the last backward in host memory, and add them to those of earlier ones."""
         if self._arriving is None:
             return
         (buffer, params, event), self._arriving = self._arriving, None
         if event is not None and not event.query():  # the first layers' event, read first, is behind all others
             event.synchronize()
-        arrived = _views(buffer, params)
-        if not self._grads:
-            self._grads, self._grad_buffer = arrived, buffer
+        if not self._grad_params:
+            self._set_grads(buffer, params)
             return
         self.reduced_grads()
-        added = [one for one in arrived if one in self._grads]
-        torch._foreach_add_([self._grads[one] for one in added], [arrived[one] for one in added])
+        sums = [one.reduced_grad for one in params if one.reduced_grad is not None]  # all have one
+        torch._foreach_add_(sums, _views(buffer, params))
 
     # Note [Graphs of gradients]
     # `torch.autograd.grad(..., create_graph=True)`, as of a gradient penalty, makes a graph that has saved the gathered
@@ -535,7 +526,7 @@ class ParamGroup:
             return  # gradients loaded from a checkpoint, which FSDP2 cannot hold before the first all-gather
         if self.on_gradients is not None and self.has_unreduced_grads:
             self.on_gradients()
-        grads = self.take_unreduced_grads() if self.fsdp2.reduces_grads else {}
+        grads = self.take_unreduced_grads() if self.reduces_grads else {}
         self.fsdp2.post_backward()  # frees the weights, before the reduction allocates memory
         if grads:
             self.coordinator.synchronize(CollectiveRequest(CollectiveKind.REDUCE, self.index))
@@ -543,21 +534,15 @@ class ParamGroup:
 
 
 def copy_to_host(tensor: torch.Tensor, *, is_pinned: bool) -> tuple[torch.Tensor, torch.Event | None]:
-    """Return a copy in host memory; with an event, it is complete at that event.
-
-    Args:
-        tensor: Tensor.
-        is_pinned: If True, the copy is in pinned memory, and the host does not wait for it.
-    """
+    """Return a copy in host memory; if it is pinned, the host does not wait for it, and it is complete at an event."""
     host = tensor.to("cpu", non_blocking=is_pinned)
-    if not is_pinned:
-        return host, None
-    event = torch.Event(device=tensor.device)
-    event.record()
+    event = torch.Event(device=tensor.device) if is_pinned else None
+    if event is not None:
+        event.record()
     return host, event
 
 
-def _views(buffer: torch.Tensor, params: Sequence[ShardedParam]) -> dict[ShardedParam, torch.Tensor]:
+def _views(buffer: torch.Tensor, params: Sequence[ShardedParam]) -> list[torch.Tensor]:
     """Return the shards of parameters in a flat buffer with padding."""
     parts = buffer.split([one.padded_numel for one in params])
-    return {one: part[: one.flat_range[1] - one.flat_range[0]] for one, part in zip(params, parts, strict=True)}
+    return [part[: one.flat_range[1] - one.flat_range[0]] for one, part in zip(params, parts, strict=True)]

@@ -27,7 +27,7 @@ from booster.plugins.sharding.plugin import dtype_of_sums, local_accumulation
 from booster.plugins.sync_batch_norm import convert_batch_norm
 
 from .config import FSDPConfig, FSDPPrecision, OptimizerKind, kind_of
-from .mesh import groups_of
+from .mesh import groups_of, make_mesh
 from .optimizer import FSDPOptimizer
 from .wrap import FSDPModelBuilder
 
@@ -129,8 +129,8 @@ class TorchFSDPPlugin(DistributedPlugin):
 
     def _make_groups(self) -> None:
         ranks_per_host = int(os.environ.get("LOCAL_WORLD_SIZE", group_size()))
-        self._strategy = self._config.strategy(group_size(), max(1, group_size() // ranks_per_host))
-        self._mesh = self._config.make_mesh(self._device.type, self._strategy)
+        shape = self._config.mesh_shape(group_size(), max(1, group_size() // ranks_per_host))
+        self._mesh = make_mesh(self._config.process_group, self._device.type, shape)
         is_cpu = self._device.type == "cpu"
         shard_group = self._mesh.get_group("shard")
         self._control_group = None if is_cpu else new_cpu_group()
@@ -219,7 +219,6 @@ class TorchFSDPPlugin(DistributedPlugin):
         return FSDPModelBuilder(
             config=self._config,
             mesh=self._mesh,
-            strategy=self._strategy,
             device=self._device,
             order_group=self._order_group,
             is_primary=self.dp_rank == 0,

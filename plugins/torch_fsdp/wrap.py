@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,11 +25,11 @@ from booster.plugins.sharding.buffer_pool import BufferPool
 from booster.plugins.sharding.collective_order import CollectiveOrder
 from booster.plugins.sharding.deferred_init import Materializer
 
-from .config import FSDPConfig, PrecisionDtypes, Strategy, check_reshard_after_forward
+from .config import FSDPConfig, PrecisionDtypes, check_reshard_after_forward
 from .fsdp2_internals import ShardedParam, fsdp2_param_groups, initialize_root
 from .model import FSDPModel
 from .param_group import ParamGroup, ViewSafeOutputs
-from .param_redistribution import RowSharded, assign_owners
+from .param_redistribution import assign_owners
 from .shard_update import ReplicatedParam, ReplicatedParams
 
 # Modules that a policy selects, with reshard_after_forward of each.
@@ -90,7 +89,7 @@ def plan_wrapping(
 
 
 class _ModuleGraph:
-    """Graph of modules with their parents and the owners of each parameter.
+    """The modules below a root, and their parameters by all of their names.
 
     Args:
         root: Root module. Other modules may have several parents.
@@ -101,33 +100,22 @@ class _ModuleGraph:
         self.root = root
         self.names = {module: name for name, module in root.named_modules()}
         self.post_order = list(_post_order(root, set()))
-        self._parents: dict[nn.Module, set[nn.Module]] = {module: set() for module in self.names}
-        self._owners: dict[int, set[nn.Module]] = {}
-        left_out = {id(parameter) for parameter in replicated}
-        self._own: dict[nn.Module, dict[int, nn.Parameter]] = {}
-        for module in self.names:
-            own = {id(one): one for one in module.parameters(recurse=False) if id(one) not in left_out}
-            self._own[module] = own
-            for key in own:
-                self._owners.setdefault(key, set()).add(module)
-            for child in module.children():
-                self._parents[child].add(module)
+        self._left_out = {id(parameter) for parameter in replicated}
+        self._paths: dict[int, list[str]] = {}
+        for path, one in (*root.named_modules(remove_duplicate=False), *root.named_parameters(remove_duplicate=False)):
+            self._paths.setdefault(id(one), []).append(path)
         self.ignored = {
             module for module in self.names if any(True for _ in module.parameters()) and not self.parameters(module)
         }
 
     def parameters(self, module: nn.Module) -> dict[int, nn.Parameter]:
         """Return the parameters of a module and its submodules, by id."""
-        return {key: one for below in module.modules() for key, one in self._own[below].items()}
+        return {id(one): one for one in module.parameters() if id(one) not in self._left_out}
 
     def is_sole_access_to(self, parameters: Collection[int], module: nn.Module) -> bool:
-        """Return whether the parameters are reachable only through `module`: no module outside holds or bypasses it."""
-        below = set(module.modules())
-        if any(not self._owners[key] <= below for key in parameters):
-            return False
-        entrances = [one for one in below if one is not module and not self._parents[one] <= below]
-        bypassed = {key for entrance in entrances for key in self.parameters(entrance)}
-        return bypassed.isdisjoint(parameters)
+        """Return whether all names of the parameters are below those of `module`."""
+        prefixes = tuple(f"{path}." for path in self._paths[id(module)])
+        return all(path.startswith(prefixes) for key in parameters for path in self._paths[key])
 
 
 def _post_order(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
@@ -303,7 +291,6 @@ class FSDPModelBuilder:
     Attributes:
         config: Options of the plugin.
         mesh: Device mesh with the axes "replica" and "shard".
-        strategy: Sharding and replication of weights.
         device: Compute device of this rank.
         order_group: CPU group of the shard axis.
         is_primary: If True, this rank writes data that all ranks hold.
@@ -311,20 +298,14 @@ class FSDPModelBuilder:
 
     config: FSDPConfig
     mesh: DeviceMesh
-    strategy: Strategy
     device: torch.device
     order_group: dist.ProcessGroup | None
     is_primary: bool
 
     @property
-    def precision_dtypes(self) -> PrecisionDtypes | None:
-        """Dtypes of FSDP's mixed precision, or None."""
-        return self.config.precision_dtypes
-
-    @property
-    def ignored_modules(self) -> Sequence[nn.Module]:
-        """Modules whose parameters are replicated."""
-        return self.config.ignored_modules or ()
+    def precision_dtypes(self) -> PrecisionDtypes:
+        """Dtypes of FSDP's mixed precision; by default nothing is cast."""
+        return self.config.precision_dtypes or PrecisionDtypes()
 
     def check(self, model: nn.Module) -> None:
         """Check that the model can be sharded, without communication or changes.
@@ -332,7 +313,7 @@ class FSDPModelBuilder:
         Raises:
             ConfigError: The model can't be sharded.
         """
-        _check_model(model, self.ignored_modules)
+        _check_model(model, self.config.ignored_modules)
         self._plans(model, self._replicated_names(model))
 
     def build(self, model: nn.Module, materializer: Materializer) -> FSDPModel:
@@ -357,29 +338,27 @@ class FSDPModelBuilder:
         return self._wrap_model(model, _named(model, replicated), originals)
 
     def _add_dtype_boundaries(self, model: nn.Module) -> None:
-        model_dtype = None if self.precision_dtypes is None else self.precision_dtypes.param_dtype
-        if self.precision_dtypes is None or model_dtype is None:
+        dtypes = self.precision_dtypes
+        if dtypes.param_dtype is None:
             return
-        ignored = [one for module in self.ignored_modules for one in _modules_with_forward(module)]
+        ignored = [one for module in self.config.ignored_modules for one in _modules_with_forward(module)]
         inside = {part for module in ignored for part in module.modules()}
-        kept = [
-            one
-            for one in model.modules()
-            if isinstance(one, self.precision_dtypes.own_dtype_classes) and one not in inside
-        ]
+        kept = [one for one in model.modules() if isinstance(one, dtypes.own_dtype_classes) and one not in inside]
         for module in dict.fromkeys([*ignored, *kept]):
-            _add_dtype_boundary(module, model_dtype)
+            _add_dtype_boundary(module, dtypes.param_dtype)
 
     def _plans(self, model: nn.Module, replicated: set[str]) -> list[tuple[WrapPlan, list[nn.Module]]]:
         """Return the wrapped modules, root last, with the submodules that they own; extends `replicated` in place."""
-        keeps = () if self.precision_dtypes is None else self.precision_dtypes.own_dtype_classes
         plans = plan_wrapping(
-            model, self.config.auto_wrap_policy, replicated=_named(model, replicated), own_dtype_classes=keeps
+            model,
+            self.config.auto_wrap_policy,
+            replicated=_named(model, replicated),
+            own_dtype_classes=self.precision_dtypes.own_dtype_classes,
         )
         taken: set[nn.Module] = set()
         found: list[tuple[WrapPlan, list[nn.Module]]] = []
         for plan in [*plans, WrapPlan(name="", module=model)]:
-            check_reshard_after_forward(plan.reshard_after_forward, self.strategy.shard_size)
+            check_reshard_after_forward(plan.reshard_after_forward, self.mesh.size(1))
             modules = [one for one in plan.module.modules() if one not in taken]
             taken.update(modules)
             replicated |= _minority_dtype_names(model, modules, _named(model, replicated))
@@ -389,7 +368,7 @@ class FSDPModelBuilder:
     def _replicated_names(self, model: nn.Module) -> set[str]:
         """Return the first names of parameters that FSDP2 can't shard, or that are ignored."""
         scripted = [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
-        ignored = {one for module in [*self.ignored_modules, *scripted] for one in module.parameters()}
+        ignored = {one for module in [*self.config.ignored_modules, *scripted] for one in module.parameters()}
         return {
             name
             for name, parameter in model.named_parameters()
@@ -397,19 +376,16 @@ class FSDPModelBuilder:
         }
 
     def _shard(self, model: nn.Module, plan: WrapPlan, replicated: Collection[nn.Parameter]) -> None:
-        own = {parameter for parameter in plan.module.parameters() if not isinstance(parameter, DTensor)} - set(
-            replicated
-        )
-        for parameter in own:
+        unsharded = [parameter for parameter in plan.module.parameters() if not isinstance(parameter, DTensor)]
+        for parameter in unsharded:
             if not parameter.is_contiguous():
                 parameter.data = parameter.data.contiguous()
-        if not own and plan.module is not model:
+        own, is_root = set(unsharded) - set(replicated), plan.module is model
+        if not own and not is_root:
             return
         reshards = plan.reshard_after_forward
-        reshards = self.strategy.reshard_after_forward if reshards is None else reshards
-        ViewSafeOutputs(
-            plan.module, clones_views=reshards is not False and (plan.module is not model or bool(reshards))
-        )
+        reshards = self.config.default_reshard if reshards is None else reshards
+        ViewSafeOutputs(plan.module, clones_views=reshards is not False and (not is_root or bool(reshards)))
         fully_shard(
             plan.module,
             mesh=self.mesh["shard"],
@@ -422,73 +398,52 @@ class FSDPModelBuilder:
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
     def _policy(self, plan: WrapPlan, model: nn.Module) -> MixedPrecisionPolicy:
-        if self.precision_dtypes is None or isinstance(plan.module, self.precision_dtypes.own_dtype_classes):
+        if isinstance(plan.module, self.precision_dtypes.own_dtype_classes):
             return MixedPrecisionPolicy()
         return self.precision_dtypes.fsdp2_policy(is_root=plan.module is model)
 
     @torch.no_grad()
     def _cast_buffers(self, model: nn.Module) -> None:
-        dtype = None if self.precision_dtypes is None else self.precision_dtypes.buffer_dtype
-        for module in model.modules():
-            keeps = self.precision_dtypes is not None and isinstance(module, self.precision_dtypes.own_dtype_classes)
-            for buffer in () if dtype is None or keeps else module.buffers(recurse=False):
-                if buffer.is_floating_point():
-                    buffer.data = buffer.data.to(dtype)
+        dtypes = self.precision_dtypes
+        for module in model.modules() if dtypes.buffer_dtype is not None else ():
+            if not isinstance(module, dtypes.own_dtype_classes):
+                for buffer in module.buffers(recurse=False):
+                    if buffer.is_floating_point():
+                        buffer.data = buffer.data.to(dtypes.buffer_dtype)
 
     def _wrap_model(
-        self,
-        model: nn.Module,
-        replicated: Collection[nn.Parameter],
-        originals: dict[int, nn.Parameter],
+        self, model: nn.Module, replicated: Sequence[nn.Parameter], originals: Mapping[int, nn.Parameter]
     ) -> FSDPModel:
         names: dict[int, tuple[str, ...]] = {}  # all names of each parameter, the first one first
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names[id(parameter)] = (*names.get(id(parameter), ()), name)
         shard_group = self.mesh.get_group("shard")
+        owners = assign_owners([one.nbytes for one in replicated], group_size(shard_group)) if replicated else []
+        pairs = zip(replicated, owners, strict=True)
+        replicated_params = [ReplicatedParam(names[id(one)][0], one, owner) for one, owner in pairs]
         if isinstance(model, FSDPModule):
             initialize_root(model)
+        pool, compiled = BufferPool(self.device), vars(model).get(LAYER_OF_COMPILED, {})
         collective_order = CollectiveOrder(self.order_group, self.device)
+        groups: list[ParamGroup] = []
+        for name, module in model.named_modules():
+            for fsdp2 in fsdp2_param_groups(module) if isinstance(module, FSDPModule) else ():
+                rank = group_rank(fsdp2.process_group)
+                params = [
+                    ShardedParam(names[key], originals[key], fsdp_param, rank)
+                    for key, fsdp_param in ((id(one.sharded_param), one) for one in fsdp2.fsdp_params)
+                ]
+                groups.append(ParamGroup(len(groups), name, module, fsdp2, params, collective_order, pool, compiled))
         return FSDPModel(
             model,
-            list(self._param_groups(model, names, originals, collective_order)),
-            ReplicatedParams(_replicated_params(replicated, names, shard_group), shard_group),
+            groups,
+            ReplicatedParams(replicated_params, shard_group),
             collective_order,
             device=self.device,
             is_primary=self.is_primary,
             writes_shards=self.mesh.get_local_rank("replica") == 0,
             broadcasts_buffers=self.config.broadcast_buffers and group_size() > 1,
         )
-
-    def _param_groups(
-        self,
-        model: nn.Module,
-        names: Mapping[int, tuple[str, ...]],
-        originals: Mapping[int, nn.Parameter],
-        collective_order: CollectiveOrder,
-    ) -> Iterator[ParamGroup]:
-        pool, compiled, index = BufferPool(self.device), vars(model).get(LAYER_OF_COMPILED, {}), itertools.count()
-        for name, module in model.named_modules():
-            for fsdp2 in fsdp2_param_groups(module) if isinstance(module, FSDPModule) else ():
-                rank = group_rank(fsdp2.process_group)
-                keys = [id(one.sharded_param) for one in fsdp2.fsdp_params]
-                params = [
-                    ShardedParam(names[key], originals[key], fsdp_param, rank)
-                    for key, fsdp_param in zip(keys, fsdp2.fsdp_params, strict=True)
-                ]
-                yield ParamGroup(next(index), name, module, fsdp2, params, collective_order, pool, compiled)
-
-
-def _replicated_params(
-    parameters: Collection[nn.Parameter], names: Mapping[int, tuple[str, ...]], shard_group: dist.ProcessGroup | None
-) -> list[ReplicatedParam]:
-    if not parameters:
-        return []
-    whole = [RowSharded(name=names[id(one)][0], shape=tuple(one.shape), dtype=one.dtype) for one in parameters]
-    owners = assign_owners(whole, group_size(shard_group))
-    return [
-        ReplicatedParam(name=names[id(one)][0], names=names[id(one)], parameter=one, owner=owner)
-        for one, owner in zip(parameters, owners, strict=True)
-    ]
 
 
 def _add_dtype_boundary(module: nn.Module, model_dtype: torch.dtype) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from harness import distributed
 from booster.comm import all_to_all, all_to_all_single, count_communication, transport, use_shared_memory
 from booster.device import current_device
 from booster.errors import RankFailedError
-from booster.plugins.torch_fsdp.param_redistribution import ParamRedistribution, RowSharded, assign_owners, row_range
+from booster.plugins.torch_fsdp.param_redistribution import ParamRedistribution, assign_owners, row_range
 
 pytestmark = pytest.mark.on_device
 
@@ -33,11 +35,27 @@ def going_by_memory(is_on):
         use_shared_memory(None)
 
 
+@dataclass
+class Member:
+    name: str
+    shape: tuple
+    dtype: torch.dtype
+
+    @property
+    def numel(self):
+        return math.prod(self.shape)
+
+
 def mixed_members():
-    return [
-        RowSharded(name=f"p{index}", shape=shape, dtype=DTYPES[index % len(DTYPES)])
-        for index, shape in enumerate(SHAPES)
-    ]
+    return [Member(f"p{index}", shape, DTYPES[index % len(DTYPES)]) for index, shape in enumerate(SHAPES)]
+
+
+def owners_of(members, world_size):
+    return assign_owners([member.numel * member.dtype.itemsize for member in members], world_size)
+
+
+def exchange_of(members, owners, group=None):
+    return ParamRedistribution([member.shape for member in members], owners, group, current_device())
 
 
 def whole_of(member, draw=0, dtype=None):
@@ -47,12 +65,11 @@ def whole_of(member, draw=0, dtype=None):
     return (numbers * 50 + 128).to(current_device(), dtype or member.dtype).view(member.shape)
 
 
-def shards_of(members, draw=0, dtype=None, leave_out_empty=False):
+def shards_of(members, draw=0, dtype=None, indices=None):
     shards = {}
-    for index, member in enumerate(members):
-        start, stop = row_range(member.shape, dist.get_rank(), dist.get_world_size())
-        if stop > start or not leave_out_empty:
-            shards[index] = whole_of(member, draw, dtype).reshape(-1)[start:stop].clone()
+    for index in range(len(members)) if indices is None else indices:
+        start, stop = row_range(members[index].shape, dist.get_rank(), dist.get_world_size())
+        shards[index] = whole_of(members[index], draw, dtype).reshape(-1)[start:stop].clone()
     return shards
 
 
@@ -79,19 +96,18 @@ def wire_bytes(members, owners, indices=None, dtype=None):
 
 @distributed([1, 2, 3, 4])
 @WAYS
-@pytest.mark.parametrize("leave_out_empty", [False, True])
-def test_there_and_back(world_size, uses_memory, leave_out_empty):
+def test_there_and_back(world_size, uses_memory):
     with going_by_memory(uses_memory):
         members = mixed_members()
-        owners = assign_owners(members, world_size)
-        exchange = ParamRedistribution(members, owners, None, current_device())
+        owners = owners_of(members, world_size)
+        exchange = exchange_of(members, owners)
         mine = {index for index, owner in enumerate(owners) if owner == dist.get_rank()}
-        shards = shards_of(members, leave_out_empty=leave_out_empty)
+        shards = shards_of(members)
         out, back = wire_bytes(members, owners)
         with count_communication() as count:
             wholes = exchange.to_owners(shards)
         assert_same(wholes, {index: whole_of(members[index]) for index in mine})
-        assert_same(shards, shards_of(members, leave_out_empty=leave_out_empty))
+        assert_same(shards, shards_of(members))
         assert count.calls == (Counter(all_to_all=1) if world_size > 1 else Counter())
         assert (count.sent["all_to_all"], count.received["all_to_all"]) == (out, back)
 
@@ -99,7 +115,7 @@ def test_there_and_back(world_size, uses_memory, leave_out_empty):
         addresses = {index: shard.data_ptr() for index, shard in shards.items()}
         with count_communication() as count:
             exchange.from_owners(changed, shards)
-        assert_same(shards, shards_of(members, draw=1, leave_out_empty=leave_out_empty))
+        assert_same(shards, shards_of(members, draw=1))
         assert addresses == {index: shard.data_ptr() for index, shard in shards.items()}
         assert count.calls == (Counter(all_to_all=1) if world_size > 1 else Counter())
         assert (count.sent["all_to_all"], count.received["all_to_all"]) == (back, out)
@@ -110,23 +126,21 @@ def test_there_and_back(world_size, uses_memory, leave_out_empty):
 def test_subsets_and_other_dtypes(world_size, uses_memory):
     with going_by_memory(uses_memory):
         members = mixed_members()
-        owners = assign_owners(members, world_size)
-        exchange = ParamRedistribution(members, owners, None, current_device())
+        owners = owners_of(members, world_size)
+        exchange = exchange_of(members, owners)
         for indices in ([6, 2], [1], [4], [], [7, 0, 3]):
             for dtype in (torch.float32, torch.float64, torch.bfloat16):
-                shards = shards_of(members, 2, dtype)
+                shards = shards_of(members, 2, dtype, indices)
                 with count_communication() as count:
-                    wholes = exchange.to_owners(shards, indices=indices, dtype=dtype)
+                    wholes = exchange.to_owners(shards)
                 mine = [index for index in indices if owners[index] == dist.get_rank()]
                 assert_same(wholes, {index: whole_of(members[index], 2, dtype) for index in mine})
                 out, back = wire_bytes(members, owners, indices, dtype)
                 assert (count.sent["all_to_all"], count.received["all_to_all"]) == (out, back)
                 assert count.calls["all_to_all"] == int(indices != [4] and indices != [])
-                exchange.from_owners(
-                    {index: -whole for index, whole in wholes.items()}, shards, indices=indices, dtype=dtype
-                )
-                for index, before in shards_of(members, 2, dtype).items():
-                    assert torch.equal(shards[index], -before if index in indices else before)
+                exchange.from_owners({index: -whole for index, whole in wholes.items()}, shards)
+                for index, before in shards_of(members, 2, dtype, indices).items():
+                    assert torch.equal(shards[index], -before)
 
 
 @distributed([2, 3, 4])
@@ -135,22 +149,19 @@ def test_a_rank_may_own_nothing_and_one_everything(world_size, uses_memory):
     with going_by_memory(uses_memory):
         members = mixed_members()
         for owner in (0, world_size - 1):
-            exchange = ParamRedistribution(members, [owner] * len(members), None, current_device())
-            shards = shards_of(members, leave_out_empty=True)
+            exchange = exchange_of(members, [owner] * len(members))
+            shards = shards_of(members)
             wholes = exchange.to_owners(shards)
             is_owner = dist.get_rank() == owner
             assert_same(wholes, dict(enumerate(map(whole_of, members))) if is_owner else {})
             exchange.from_owners({index: whole_of(members[index], draw=3) for index in wholes}, shards)
-            assert_same(shards, shards_of(members, draw=3, leave_out_empty=True))
+            assert_same(shards, shards_of(members, draw=3))
 
 
 @distributed([2])
 def test_rows_that_lie_at_their_owner_are_not_sent():
-    members = [
-        RowSharded(name="p0", shape=(1, 5), dtype=torch.float32),
-        RowSharded(name="p1", shape=(0,), dtype=torch.int64),
-    ]
-    exchange = ParamRedistribution(members, [0, 1], None, current_device())
+    members = [Member("p0", (1, 5), torch.float32), Member("p1", (0,), torch.int64)]
+    exchange = exchange_of(members, [0, 1])
     with count_communication() as count:
         wholes = exchange.to_owners(shards_of(members))
         exchange.from_owners(wholes, shards_of(members))
@@ -166,8 +177,8 @@ def test_groups_exchange_among_themselves(uses_memory):
         group = groups[dist.get_rank() % 2]
         place, draw = dist.get_rank(group), dist.get_rank() % 2
         members = mixed_members()
-        owners = assign_owners(members, 2)
-        exchange = ParamRedistribution(members, owners, group, current_device())
+        owners = owners_of(members, 2)
+        exchange = exchange_of(members, owners, group)
         shards = {
             index: whole_of(member, draw).reshape(-1)[slice(*row_range(member.shape, place, 2))]
             for index, member in enumerate(members)
@@ -179,8 +190,8 @@ def test_groups_exchange_among_themselves(uses_memory):
 
 @distributed([2, 3])
 def test_parameters_may_be_given_and_need_no_certain_layout_when_whole(world_size):
-    member = RowSharded(name="p0", shape=(7, 3), dtype=torch.float32)
-    exchange = ParamRedistribution([member], [1], None, current_device())
+    member = Member("p0", (7, 3), torch.float32)
+    exchange = exchange_of([member], [1])
     shards = {0: torch.nn.Parameter(shards_of([member])[0])}
     wholes = exchange.to_owners(shards)
     transposed = {index: torch.nn.Parameter((2 * whole).t().contiguous().t()) for index, whole in wholes.items()}
@@ -202,8 +213,8 @@ def test_memory_of_a_rank_is_what_it_sends_and_twice_what_it_owns():
             return out
 
     with going_by_memory(False):
-        member = RowSharded(name="p0", shape=(4096, 4), dtype=torch.float32)
-        exchange = ParamRedistribution([member], [0], None, current_device())
+        member = Member("p0", (4096, 4), torch.float32)
+        exchange = exchange_of([member], [0])
         shards = shards_of([member])
         with SeesSizes() as seen:
             wholes = exchange.to_owners(shards)

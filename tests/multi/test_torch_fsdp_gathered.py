@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,8 +17,10 @@ from fsdp_checkpoint_cases import (
 from harness import distributed
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from booster import CheckpointError
+from booster import Booster, CheckpointError
+from booster.plugins import TorchFSDPPlugin
 
 pytestmark = pytest.mark.on_device
 
@@ -57,6 +61,25 @@ def test_changes_inside_of_gathered_are_kept(strategy, precision):
     with pytest.raises(Stopped), job.model.gathered():
         raise Stopped
     job.train(1, 2)
+
+
+@distributed(world_size=2)
+def test_a_forward_inside_of_gathered_is_the_users_own_with_ignored_modules():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    plain = copy.deepcopy(net)
+    plugin = TorchFSDPPlugin(ignored_modules=[net[0]], mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    booster = Booster(plugin=plugin)
+    model, *_ = booster.boost(net)
+    inputs = torch.ones(2, 4, device=booster.device)
+    with model.gathered() as net, torch.no_grad():
+        assert type(net) is nn.Sequential
+        torch.testing.assert_close(net(inputs), plain.to(booster.device)(inputs))
+        calls = []
+        net[1].register_forward_hook(lambda *_: calls.append(1))
+        assert type(copy.deepcopy(net)) is nn.Sequential
+    assert model(inputs).dtype == torch.bfloat16
+    assert calls == [1]
 
 
 @distributed(world_size=2)

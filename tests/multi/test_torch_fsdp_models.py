@@ -479,6 +479,18 @@ def test_ignored_modules_of_which_ranks_use_others():
     twins.train(range(5)).assert_equal()
 
 
+def _transposed():
+    model = Stack()
+    weight = model.blocks[1].first.weight
+    weight.data = weight.data.t().contiguous().t()
+    return model
+
+
+@distributed(world_size=2)
+def test_an_ignored_weight_may_lie_in_memory_in_another_order():
+    FSDPTwins(_transposed, ignores=_one_ignored_block, **STRATEGIES["full"]).train().assert_equal()
+
+
 def _is_linear(module):
     return isinstance(module, nn.Linear)
 

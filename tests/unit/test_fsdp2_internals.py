@@ -150,7 +150,7 @@ def test_replaced_methods_are_called_by_fsdp2():
             taken.extend(grads)
             fsdp2.post_backward()
 
-        fsdp2.replace_post_backward(post_backward, register)
+        fsdp2.replace_backward(post_backward, register, lambda: None)
     net(torch.ones(1, 3)).sum().backward()
     wanted = {(what, name) for what in ("register", "post-backward") for name in ("FSDPNet", "FSDPLinear")}
     assert set(calls) == wanted, changed(f"what calls FSDPParamGroup.post_backward: {calls}")

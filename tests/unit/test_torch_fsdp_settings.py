@@ -35,7 +35,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from booster.errors import ConfigError
 from booster.mixed_precision import BF16MixedPrecision
 from booster.plugins.base import arguments_of
-from booster.plugins.torch_fsdp.config import FSDPConfig, PrecisionDtypes, Strategy, check_reshard_after_forward
+from booster.plugins.torch_fsdp.config import FSDPConfig, PrecisionDtypes, check_reshard_after_forward
+from booster.plugins.torch_fsdp.mesh import make_mesh
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -89,7 +90,8 @@ def fill(module):
 
 def test_defaults_pass():
     made = checked()
-    assert made.strategy(4, 1) == Strategy(num_replicas=1, shard_size=4, reshard_after_forward=None)
+    assert made.mesh_shape(4, 1) == (1, 4)
+    assert made.default_reshard is None
     assert made.precision_dtypes is None
     assert not made.offloads
 
@@ -183,25 +185,25 @@ def test_what_cannot_be_is_refused(given, advice):
     ],
 )
 def test_strategies(given, meaning):
-    names = ("num_replicas", "shard_size", "reshard_after_forward")
-    assert checked(4, **given).strategy(4, 1) == Strategy(**dict(zip(names, meaning, strict=True)))
+    made = checked(4, **given)
+    assert (*made.mesh_shape(4, 1), made.default_reshard) == meaning
 
 
 def test_hybrid_has_one_replica_per_host():
     hybrid = checked(12, sharding_strategy="HYBRID_SHARD")
-    assert hybrid.strategy(12, 3) == Strategy(num_replicas=3, shard_size=4, reshard_after_forward=None)
+    assert hybrid.mesh_shape(12, 3) == (3, 4)
     with pytest.raises(ConfigError, match=r"12 ranks do not divide evenly over 5 hosts.*one of 2, 3, 4, 6, 12"):
-        hybrid.strategy(12, 5)
+        hybrid.mesh_shape(12, 5)
     with pytest.raises(ConfigError, match="single host that would be FULL_SHARD: give extra_dp_size="):
-        hybrid.strategy(12, 1)
+        hybrid.mesh_shape(12, 1)
 
 
 def test_parts_after_forward_divide_a_host():
     """How many ranks share the shards is known only with the hosts."""
     hybrid = checked(12, sharding_strategy="HYBRID_SHARD", reshard_after_forward=6)
-    assert hybrid.strategy(12, 2).reshard_after_forward == 6
+    assert hybrid.mesh_shape(12, 2) == (2, 6)
     with pytest.raises(ConfigError, match="does not divide the 4 ranks"):
-        hybrid.strategy(12, 3)
+        hybrid.mesh_shape(12, 3)
 
 
 @distributed(1)
@@ -383,9 +385,9 @@ def axes_of(given):
     """Returns the mesh that this rank gets, and which ranks it talks to along each axis."""
     world_size = dist.get_world_size()
     made = checked(world_size, **given)
-    strategy = made.strategy(world_size, 1)
-    mesh = made.make_mesh("cpu", strategy)
-    assert tuple(mesh.shape) == (strategy.num_replicas, strategy.shard_size)
+    shape = made.mesh_shape(world_size, 1)
+    mesh = make_mesh(made.process_group, "cpu", shape)
+    assert tuple(mesh.shape) == shape
     wrapped = fully_shard(nn.Linear(3, 5), mesh=mesh["shard"])
     assert torch.isfinite(wrapped(torch.ones(2, 3))).all()
     return mesh.mesh.tolist(), sums_along(mesh)
@@ -505,4 +507,4 @@ def test_groups_of_one_rank_more_or_less():
 def test_groups_that_are_no_grid_are_refused_on_all_ranks():
     made = checked(process_group=make_groups("crossed"), sharding_strategy="HYBRID_SHARD")
     with pytest.raises(ConfigError, match="rows and the columns of a grid"):
-        made.make_mesh("cpu", made.strategy(4, 1))
+        make_mesh(made.process_group, "cpu", made.mesh_shape(4, 1))
