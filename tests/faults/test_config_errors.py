@@ -35,7 +35,6 @@ ASSERTS = {
         "tensor.dim() == 1": "blocks are flat",
         "tensor.is_contiguous()": "blocks are flat",
         "tensor.nbytes == num_bytes": "a block gives and takes one size",
-        "self.is_recording": "the model's hooks begin an iteration first",
         "all((shard_spec_of(after[name]).local_shape == tuple(after[name].shape) for name in held))": "specs fit",
         "group_rank(group) == self.rank(*axes)": "the mesh numbers both",
         "self.layers": "plans without layers are refused before",
