@@ -85,7 +85,7 @@ class GeneralCheckpointIO(CheckpointIO):
         """Write the model; see `CheckpointIO.save_model`. Collective over the group.
 
         In a directory, a model that fits into one shard becomes `model.safetensors` without an index, and files of an
-        older save with the same prefix and format are removed. Beside a single file there are no configs.
+        older save with the same prefix, in either format, are removed. Beside a single file there are no configs.
         """
         action = "saving the model"
         wrapped = self.ranks.run_on_all_ranks(lambda: as_model_wrapper(model, is_primary=self.ranks.rank == 0), action)
@@ -156,7 +156,9 @@ class GeneralCheckpointIO(CheckpointIO):
             for folder, one in adapters.items()
         ]
         metadata = save_metadata(self.ranks.size)
-        request = SaveRequest(target=target.path, is_directory=True, parts=parts, metadata=metadata, action=action)
+        request = SaveRequest(
+            target=target.path.absolute(), is_directory=True, parts=parts, metadata=metadata, action=action
+        )
         self.saver.save(request, use_async=use_async)
 
     def save_optimizer(
@@ -294,7 +296,7 @@ class GeneralCheckpointIO(CheckpointIO):
     def _save(self, prepare: Callable[[], CheckpointPart], action: str, use_async: bool) -> None:
         part = self.ranks.run_on_all_ranks(prepare, action)
         request = SaveRequest(
-            target=part.target.path,
+            target=part.target.path.absolute(),
             is_directory=part.target.is_directory,
             parts=[part],
             metadata=save_metadata(self.ranks.size),

@@ -201,6 +201,11 @@ class SaveTarget:
     is_directory: bool
     max_shard_bytes: int
 
+    @property
+    def other_names(self) -> FileNames:
+        """File names of the same part in the other format."""
+        return self.kind.names(is_safetensors=self.names.suffix != "safetensors", prefix=self.names.prefix)
+
     def with_kind(self, kind: FileKind) -> SaveTarget:
         """Return the target of a part of another kind in the same directory, always of safetensors."""
         return replace(self, kind=kind, names=kind.names(is_safetensors=True))

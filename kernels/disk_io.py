@@ -29,6 +29,7 @@ _MADV_WIPEONFORK: int | None = 18 if sys.platform == "linux" else None  # missin
 
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)
+_CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
 _WAIT_SECONDS = 0.2  # Ctrl-C is handled at least at this interval
 
 
@@ -37,7 +38,7 @@ class IOTicket:
 
     def __init__(self, is_write: bool, descriptor: int, tensor: torch.Tensor, offset: int) -> None:
         self._is_write = is_write
-        self._descriptor = descriptor
+        self._descriptor, self._name = descriptor, _name_of(descriptor)
         self._tensor: torch.Tensor | None = tensor
         self._address, self._num_bytes = tensor.data_ptr(), tensor.nbytes
         self._offset = offset
@@ -56,8 +57,8 @@ class IOTicket:
         _check_process(self._process)
         while not self._finished.wait(_WAIT_SECONDS):
             pass
-        if self._error is not None:
-            raise self._error.with_traceback(None)
+        if self._error is not None:  # anew, as a traceback keeps the caller's frames alive
+            raise OSError(self._error.errno, self._error.strerror, self._error.filename)
 
     def done(self) -> bool:
         """Return whether the request is done, so that `wait` would not block."""
@@ -67,32 +68,36 @@ class IOTicket:
     def run(self) -> None:
         """Run the request, in a thread of the queue; an error is kept for `wait`."""
         try:
-            while self._num_done < self._num_bytes:
-                self._transfer_next()
+            descriptor = os.dup(self._descriptor)  # the garbage collector may close the file in this thread
+            try:
+                while self._num_done < self._num_bytes:
+                    self._transfer_next(descriptor)
+            finally:
+                os.close(descriptor)
         except Exception as error:
             code, text = (error.errno, error.strerror) if isinstance(error, OSError) else (None, str(error))
             done = f"{self._num_done} of {self._num_bytes} bytes at offset {self._offset}"
             text = f"{text} ({done} {'written' if self._is_write else 'read'})"
-            self._error = OSError(code or errno.EIO, text, _name_of(self._descriptor))
+            self._error = OSError(code or errno.EIO, text, self._name)
         finally:
             self._tensor = None
             self._finished.set()
 
-    def _transfer_next(self) -> None:
+    def _transfer_next(self, descriptor: int) -> None:
         length = min(self._num_bytes - self._num_done, _MAX_CALL_BYTES)
         memory = (ctypes.c_char * length).from_address(self._address + self._num_done)
         offset = self._offset + self._num_done
         if self._is_write:
-            count = os.pwrite(self._descriptor, memory, offset)
+            count = os.pwrite(descriptor, memory, offset)
             if count == 0:  # the file system wrote nothing without an error
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             self._num_done += count
             return
-        count = os.preadv(self._descriptor, [memory], offset)
+        count = os.preadv(descriptor, [memory], offset)
         self._num_done += count
         if count < length:
             # The size is checked because continuing a direct read within a block would be an error.
-            status = os.fstat(self._descriptor)
+            status = os.fstat(descriptor)
             if count == 0 or (stat.S_ISREG(status.st_mode) and offset + count >= status.st_size):
                 raise OSError(errno.EIO, "the file is shorter than it should be")
 
@@ -173,10 +178,11 @@ class DiskQueue:
 
 
 def _run_requests(requests: SimpleQueue[IOTicket | None]) -> None:
-    # A signal that is delivered to this thread would not interrupt a wait of the main thread.
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    # A signal that is delivered to this thread would not interrupt a wait of the main thread. Crashes stay its own.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _CRASHES)
     while (request := requests.get()) is not None:
         request.run()
+        del request  # an idle thread keeps none alive
 
 
 def _finish(requests: SimpleQueue[IOTicket | None], threads: list[threading.Thread], process: int) -> None:

@@ -209,6 +209,10 @@ def _solve_plan(recipe: TrainingRecipe, candidate: Candidate, profile: MachinePr
         optimizer=recipe.optimizer,
         verify=False,  # the plugin does, when the candidate is estimated
     )
+    if not solution.plan:
+        raise ConfigError(
+            f"plan='solve' divides no layer over tp_size={tp_size}, as replicated ones are faster: leave it out"
+        )
     return replace(candidate, settings={**candidate.settings, "plan": dict(solution.plan)})
 
 

@@ -228,7 +228,7 @@ class RecomputeBySchedule(ActivationPolicy):
 
 def _mapped(items: Sequence[Any], function: Callable[[Any], Any], kind: type) -> Any:
     """Return nested sequences of a kind, with a function of each name or index of `items`."""
-    return kind(_mapped(one, function, kind) if isinstance(one, tuple) else function(one) for one in items)
+    return kind(_mapped(one, function, kind) if isinstance(one, (tuple, list)) else function(one) for one in items)
 
 
 def _parse(value: Any, given: Any) -> tuple[ScheduleItem, ...]:

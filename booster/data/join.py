@@ -113,7 +113,13 @@ def _loader_iterator(batches: Iterable[T]) -> LoaderIterator[T]:
             f"join_uneven() was given a {type(batches).__name__}, which is not iterable: give it this rank's loader, or"
             " any iterable of batches, once an epoch: for batch in booster.join_uneven(loader)"
         )
-    source = iter(batches)
+    try:
+        source = iter(batches)
+    except StopIteration as error:  # which would look like the end of the epoch
+        raise RuntimeError(
+            f"{type(batches).__name__}.__iter__ raised StopIteration, as next() of an exhausted iterator does: return"
+            " an iterator"
+        ) from error
     # Not of our loaders, whose saved position prefetching would change.
     return source if isinstance(source, LoaderIterator) else _PrefetchIterator(source)
 

@@ -150,7 +150,7 @@ class TrainingRecipe:
             parameters = {id(given[name]): parameter for name, parameter in model.named_parameters()}
             optimizer = _fake_optimizer(self.optimizer, parameters)
             batch = map_tensors(lambda tensor: _like(tensor, device), self.batch)
-        return model, optimizer, batch
+        return Training(model, optimizer, batch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

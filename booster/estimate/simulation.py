@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -96,8 +96,13 @@ class RankMemory:
         return max((self.backward, self.step, saving), key=lambda parts: parts.total)
 
 
-Training: TypeAlias = tuple[nn.Module, Optimizer, Any]
-"""A user's model, an optimizer over its parameters, and the batch of one rank, as fake tensors."""
+class Training(NamedTuple):
+    """A user's model, an optimizer over its parameters, and the batch of one rank, as fake tensors."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    batch: Any
+
 
 AtEnd: TypeAlias = Callable[[Booster, ModelWrapper, OptimizerWrapper, AllocationTracker], CheckpointMemory | None]
 """Called with the trained objects at the end of a simulation; returns the memory of their saves, if there were any."""

@@ -144,6 +144,8 @@ class CheckpointIO(ABC):
     ) -> None:
         """Write the model's parameters and buffers under the user's names; tied ones once.
 
+        In a directory, an older save with the same prefix is replaced, also one in the other format.
+
         Args:
             model: Boosted model, or a plain module, which is written by rank 0.
             checkpoint: File, by its suffix: `.safetensors`, or `.bin`, `.pt` or `.pth` for torch's format. Without a

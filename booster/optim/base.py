@@ -244,7 +244,7 @@ class OptimizerBase(CheckedOptimizer):
     def _check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         name = type(self).__name__
         for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=False):
-            missing = [key for key in self.defaults if key not in saved]
+            missing = [key for key in self.defaults if key not in saved and key != "differentiable"]  # a load adds it
             if missing:
                 raise ConfigError(
                     f"the state_dict has no {missing[0]!r} in a param group, so it belongs to an optimizer other than"

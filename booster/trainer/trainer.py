@@ -176,7 +176,8 @@ class Trainer(TrainerState):
         lengths = [f"epochs={epochs}", f"steps={steps}"]
         lengths += [f"evaluates={eval_loader is not None}", f"evaluate_every={evaluate_every}"]
         check_same_across_ranks("Trainer.fit()", lengths, error=error)
-        self._epochs, self.total_steps, self.has_evaluation = epochs, steps, eval_loader is not None
+        self._epochs, self._steps = epochs, steps
+        self.total_steps, self.has_evaluation = steps, eval_loader is not None
         self._eval_loader, self._evaluate_every = eval_loader, evaluate_every
         self._start_at(train_loader, resume)
         with ExitStack() as self.resources, self._fitting():
@@ -228,7 +229,7 @@ class Trainer(TrainerState):
     @property
     def _is_done(self) -> bool:
         has_epochs = self._epochs is not None and self.epoch >= self._epochs
-        return self._is_stopped or has_epochs or (self.total_steps is not None and self.step >= self.total_steps)
+        return self._is_stopped or has_epochs or (self._steps is not None and self.step >= self._steps)
 
     @contextmanager
     def _fitting(self) -> Iterator[None]:

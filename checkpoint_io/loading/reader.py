@@ -8,7 +8,7 @@ import re
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -197,7 +197,8 @@ class StoredCheckpoint:
                 read_recorded(directory, name, self.manifest)
         except CheckpointError:
             # Another save may have replaced this one since; its tensor files are still open and consistent.
-            if open_directory(self.storage, self.path.parent).read(self.path.name) == self._raw_manifest:
+            listed = open_directory(self.storage, self.path.parent)
+            if self.path.name in listed.names and listed.read(self.path.name) == self._raw_manifest:
                 raise
 
     def close(self) -> None:
@@ -496,6 +497,16 @@ class _CheckpointOpener:
             ) from FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), manifest_name[:200])
 
 
+def _is_own_save(directory: DirectoryReader, file_names: FileNames) -> bool:
+    """Return whether files were saved by this library, if they have checksums."""
+    if file_names.manifest in directory.names:
+        return True
+    if file_names.single not in directory.names or file_names.suffix != "safetensors":
+        return False
+    with closing(directory.open(file_names.single)) as file:
+        return file.embedded_record is not None
+
+
 def _find_file_names(directory: DirectoryReader, kind: FileKind) -> FileNames:
     names = directory.names
     found = {file_names: None for name in names if (file_names := kind.names_of(name)) is not None}
@@ -503,8 +514,8 @@ def _find_file_names(directory: DirectoryReader, kind: FileKind) -> FileNames:
     if len(candidates) == 1:
         return candidates[0]
     are_formats = len({each.prefix for each in candidates}) == 1  # one model, as safetensors and as .bin
-    if kind == MODEL and are_formats and not any(each.manifest in names for each in candidates):
-        # Releases hold both, and transformers reads the former. Of saves, which have manifests, one may be stale.
+    if kind == MODEL and are_formats and not any(_is_own_save(directory, each) for each in candidates):
+        # Releases hold both, and transformers reads the former. Of two saves, one may be stale.
         chosen = next(each for each in candidates if each.suffix == "safetensors")
         get_dist_logger().info(f"{directory.path} holds a model as safetensors and as .bin: the former is read", [0])
         return chosen

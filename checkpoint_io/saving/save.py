@@ -17,7 +17,7 @@ import torch
 
 from booster.checkpoint_io.commit import Transaction, paths_in
 from booster.checkpoint_io.formats.manifest import FORMAT_VERSION, DocumentRecord, Manifest
-from booster.checkpoint_io.layout import SaveTarget
+from booster.checkpoint_io.layout import MODEL, SaveTarget
 from booster.checkpoint_io.parallel import CheckpointGroup, as_checkpoint_error
 from booster.checkpoint_io.planning.save_plan import SavePlan, WriteRange, plan_save
 from booster.checkpoint_io.planning.slices import SliceTable
@@ -33,6 +33,7 @@ from booster.comm import (
 from booster.errors import CheckpointError
 from booster.fault_tolerance.progress import Phase
 from booster.interface import TensorSlice
+from booster.logger import get_dist_logger
 
 from .async_save import Arena, AsyncSaves, stage_slices
 from .part import CheckpointPart, Images, PlannedPart
@@ -460,6 +461,9 @@ class _SaveJob:
             manifest = Manifest(kind="training_state", files={}, documents=records, metadata=metadata)
             self._storage.write_file(directory / self._request.manifest_name, manifest.encode())
         self._transaction.commit(is_stale=self._is_stale)
+        for planned_part in self._planned:
+            if planned_part.part.target.names.suffix == "bin":
+                self._warn_of_release(planned_part.part)
         if self._request.after_commit is not None:
             self._request.after_commit()
         return b""
@@ -501,6 +505,18 @@ class _SaveJob:
 
     def _replaces(self, target: SaveTarget, folder: str, file_name: str) -> bool:
         """Return whether a file is of an older save in the other format, which readers would find beside this one."""
-        other = target.kind.names(is_safetensors=target.names.suffix != "safetensors", prefix=target.names.prefix)
+        other = target.other_names
         manifest = self._request.target / folder / other.manifest
         return target.is_directory and other.may_have_written(file_name) and self._storage.kind(manifest) is not None
+
+    def _warn_of_release(self, part: CheckpointPart) -> None:
+        """Warn of safetensors that are not a save of this library beside a model in torch's format."""
+        other = part.target.other_names
+        if not part.target.is_directory or part.target.kind != MODEL:
+            return
+        for path in (self._request.target / part.folder / name for name in (other.single, other.index)):
+            if self._storage.kind(path) is not None:
+                get_dist_logger().warning(
+                    f"{path} stays, and transformers reads it before the model that was saved beside it in torch's"
+                    " format: remove it, or save safetensors"
+                )

@@ -116,7 +116,7 @@ class TrainingStateSaver:
         def check() -> tuple[Path, Mapping[str, Any]]:
             options.check()
             parts.check()
-            return as_path(checkpoint), parts.random_state.capture()
+            return as_path(checkpoint).absolute(), parts.random_state.capture()
 
         root, random_state = self._ranks.run_on_all_ranks(check, _ACTION)
         gathered = self._gather(parts)

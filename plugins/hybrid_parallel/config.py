@@ -339,11 +339,9 @@ class HybridConfig(ShardedConfig):
                 f"plan={plan!r} is not a tensor-parallel plan: give a dict of module names to styles, such as"
                 " {'layers.*.mlp.up_proj': 'colwise', 'layers.*.mlp.down_proj': 'rowwise'}, or leave it out"
             )
-        if plan is not None and not plan and self.tp_size > 1:
-            raise ConfigError(
-                f"plan={{}} divides no module over tp_size={self.tp_size}: name modules, or leave plan out, and one is"
-                " found"
-            )
+        if plan is not None and not plan:
+            name = "custom_policy" if self.plan is None else "plan"
+            raise ConfigError(f"{name}={{}} names no module: name modules, or leave {name} out, and a plan is found")
 
     def _check_gradients(self) -> None:
         if not isinstance(self.precision, str):

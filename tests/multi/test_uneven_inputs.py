@@ -167,8 +167,13 @@ def _fail_on_rank_1(kind, error_class):
         yield 2
         yield 3
 
+    class Exhausted:
+        def __iter__(self):
+            return next(iter([]))
+
     seen = []
-    mine = 7 if kind == "no iterable" and dist.get_rank() == 1 else batches()
+    others = {"no iterable": 7, "exhausted": Exhausted()}
+    mine = others[kind] if kind in others and dist.get_rank() == 1 else batches()
     joined = _booster().join_uneven(mine)
     with pytest.raises((error_class, ConfigError, RankFailedError)) as caught:
         seen.extend(joined)
@@ -192,6 +197,12 @@ def test_what_is_no_iterable_on_one_rank_is_an_error_on_all():
     results = run_ranks(_fail_on_rank_1, 2, "no iterable", OSError)
     assert [name for _, name, _ in results] == ["ConfigError", "ConfigError"]
     assert "join_uneven() was given a int, which is not iterable: give it" in results[1][2]
+
+
+def test_an_iterable_that_raises_stop_iteration_at_its_start_is_no_end():
+    results = run_ranks(_fail_on_rank_1, 2, "exhausted", RuntimeError)
+    assert [name for _, name, _ in results] == ["RankFailedError", "RuntimeError"]
+    assert "Exhausted.__iter__ raised StopIteration" in results[1][2]
 
 
 @distributed(world_size=2)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from booster import ConfigError, checkpoint_activations
+from booster.core.activation_schedule import ActivationSchedule
 
 
 class Layer(nn.Module):
@@ -133,3 +134,9 @@ def test_evaluation_recomputes_nothing():
     model(torch.randn(4, 8)).sum().backward()
     assert [layer.num_calls for layer in model.layers] == [1] * 5
     assert model.first.weight.grad is not None
+
+
+def test_a_schedule_of_lists_is_one_of_tuples():
+    items = ["l.0", ["l.1", "l.2", ["l.3"]]]
+    assert ActivationSchedule(items).to_json() == items
+    assert ActivationSchedule.from_json(items).to_json() == items

@@ -128,6 +128,9 @@ def test_of_a_release_in_both_formats_safetensors_are_read(tmp_path):
     assert list(_read_all(tmp_path)) == ["plain"]
     (tmp_path / "pytorch_model.bin.manifest.json").touch()  # a save: which of the two is the newer one?
     _refused(tmp_path, "several")
+    (tmp_path / "pytorch_model.bin.manifest.json").unlink()
+    save_tensors(tmp_path / "model.safetensors", {"plain": torch.ones(1)})
+    _refused(tmp_path, "several")
 
 
 def test_nothing_is_globbed(tmp_path):

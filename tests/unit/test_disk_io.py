@@ -263,6 +263,7 @@ def test_threads_leave_signals_to_the_main_thread(plain_file):
         for thread in own:
             (blocked,) = re.findall(r"SigBlk:\s(\w+)", Path(f"/proc/self/task/{thread}/status").read_text())
             assert int(blocked, 16) & 1 << (signal.SIGINT - 1)
+            assert not int(blocked, 16) & 1 << (signal.SIGSEGV - 1)
 
 
 @pytest.mark.parametrize("way", ["close", "drop", "cycle"])

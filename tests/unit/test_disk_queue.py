@@ -83,7 +83,39 @@ def test_number_of_threads():
         DiskQueue(0)
 
 
+def test_an_error_that_was_handled_keeps_nothing_alive(monkeypatch, plain_file):
+    class Local:
+        pass
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "full")
+
+    def handled(queue):
+        local = Local()
+        with pytest.raises(OSError, match="full"):
+            queue.write(plain_file, torch.ones(1), 0).wait()
+        return weakref.ref(local)
+
+    monkeypatch.setattr(disk_io.os, "pwrite", fail)
+    with DiskQueue(1) as queue:
+        local = handled(queue)
+        gc.collect()
+        assert local() is None
+
+
 # System calls that move a part of what they were asked for.
+
+
+def test_requests_are_split_at_the_limit_of_a_call(monkeypatch, plain_file):
+    sizes, write = [], os.pwrite
+    monkeypatch.setattr(disk_io, "_MAX_CALL_BYTES", 4096)
+    monkeypatch.setattr(disk_io.os, "pwrite", lambda fd, data, at: sizes.append(len(data)) or write(fd, data, at))
+    data, copy = random_bytes(10_000), torch.empty(10_000, dtype=torch.uint8)
+    with DiskQueue() as queue:
+        queue.write(plain_file, data, 0).wait()
+        queue.read(plain_file, copy, 0).wait()
+    assert sizes == [4096, 4096, 1808]
+    assert torch.equal(copy, data)
 
 
 def test_short_calls(monkeypatch, plain_file):

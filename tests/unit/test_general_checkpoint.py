@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -253,10 +254,26 @@ def test_a_save_in_the_other_format_replaces_the_one_before(tmp_path, is_safeten
     assert_equal(state_of(loaded.unwrap()), state_of(Net(1)))
 
 
-def test_a_release_in_the_other_format_stays(tmp_path):
-    torch.save(Net().state_dict(), tmp_path / "pytorch_model.bin")
-    IO.save_model(ModelWrapper(Net(1)), tmp_path, shard=True)
-    assert (tmp_path / "pytorch_model.bin").exists()
+@pytest.mark.parametrize("is_safetensors", [True, False])
+def test_a_release_in_the_other_format_stays(tmp_path, capfd, is_safetensors):
+    name = "model.safetensors" if is_safetensors else "pytorch_model.bin"
+    release = tmp_path / "release" / name
+    IO.save_model(ModelWrapper(Net()), release)
+    shutil.copy(release, tmp_path)
+    IO.save_model(ModelWrapper(Net(1)), tmp_path, shard=True, use_safetensors=not is_safetensors)
+    assert (tmp_path / name).exists()
+    assert ("transformers reads it before" in capfd.readouterr().err) is is_safetensors
+
+
+def test_an_asynchronous_save_goes_where_it_was_asked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    saves = GeneralCheckpointIO()
+    saves.save_model(ModelWrapper(Net()), "m", shard=True, use_async=True)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    saves.wait()
+    assert names_in(tmp_path) == ["elsewhere", "m"]
+    assert not names_in(tmp_path / "elsewhere")
 
 
 def test_other_files_stay(tmp_path):

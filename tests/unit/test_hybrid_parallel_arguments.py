@@ -200,7 +200,6 @@ def test_a_plan_by_its_two_names():
     assert arguments().given_plan is None
     assert arguments(plan=plan).given_plan is plan
     assert arguments(custom_policy=plan).given_plan is plan
-    assert arguments(plan={}, custom_policy=None).given_plan == {}
     assert "leave custom_policy out" in refused(plan=plan, custom_policy=plan)
 
 
@@ -359,7 +358,8 @@ def test_groups_of_512_ranks_hold_every_rank_once(along):
         ({"tp_size": 8, "tp_mode": "2.5d", "tp_depth": 8}, "squares of one rank, which divide no layer"),
         ({"tp_size": 4, "tp_mode": "2d", "tp_depth": 1}, "no meaning with tp_mode='2d': leave it out"),
         ({"tp_size": 1, "tp_mode": "2d", "tp_depth": 2}, "no meaning with tp_mode='2d': leave it out"),
-        ({"tp_size": 2, "plan": {}}, "divides no module over tp_size=2: name modules, or leave plan out"),
+        ({"tp_size": 2, "plan": {}}, "plan={} names no module: name modules, or leave plan out"),
+        ({"custom_policy": {}}, "custom_policy={} names no module: name modules, or leave custom_policy out"),
         ({"tp_size": 4, "tp_mode": "2d", "enable_sequence_parallelism": True}, "by tokens: use one of them"),
         (
             {"tp_size": 4, "tp_mode": "2d", "extra_axes": {"row": 2}},

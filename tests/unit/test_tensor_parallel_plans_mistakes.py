@@ -71,6 +71,7 @@ def test_other_names_of_styles_and_styles_with_numbers() -> None:
         ({"layers.*.up": "colwise:3"}, "only packed_colwise and packed_rowwise take a number"),
         ({"layers.*.norm": "colwise"}, "is a LayerNorm: this style is for an nn.Linear"),
         ({"layers.*.up": "embedding_colwise"}, "is a Linear: this style is for an nn.Embedding"),
+        ({"layers.*.norm": "rowwise"}, "is a LayerNorm: this style is for an nn.Linear"),
         ({"layers.*.norm": "vocab"}, "is for an nn.Embedding, or the nn.Linear that computes logits"),
         ({"layers.*.norm.weight": "vocab"}, "is a bare parameter"),
         ({"layers.*.up": "colwise"}, "no rowwise layer in 'layers.0' reads its sharded output"),

@@ -269,6 +269,16 @@ def test_hooks_are_called_by_priority():
     assert order == ["first", "second", "third", "late"]
 
 
+def test_a_hook_may_give_a_bar_its_length():
+    class Bar(Hook):
+        def before_fit(self, trainer):
+            trainer.total_steps = 1
+
+    trainer, loader = make(hooks=[Bar()])
+    trainer.fit(loader, epochs=2)
+    assert trainer.epoch == 2
+
+
 # Trackers.
 
 

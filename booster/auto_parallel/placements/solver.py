@@ -70,8 +70,8 @@ class PlacementSolution:
     """Placements of a model's layers that take the least time.
 
     Attributes:
-        plan: Styles by pattern of module names, for `HybridParallelPlugin(tp_size=..., plan=...)`; empty if nothing is
-            divided.
+        plan: Styles by pattern of module names, for `HybridParallelPlugin(tp_size=..., plan=...)`; empty, and no plan
+            of the plugin, if nothing is divided.
         tp_size: Number of tensor-parallel ranks.
         seconds: Predicted time of a step: forward, backward and the optimizer.
         seconds_data_parallel: Predicted time with replicated weights and the batch divided among the ranks.

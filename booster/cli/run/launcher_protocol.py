@@ -25,6 +25,8 @@ def send_started() -> None:
 def send_failures(failures: Mapping[int, RankFailure], world_size: int) -> None:
     """Report the failed ranks of this node."""
     fields = {str(rank): asdict(failure) for rank, failure in failures.items()}
+    for values in fields.values():
+        del values["host"]  # it is known to the reader
     _send(event="failed", failures=fields, world_size=world_size, now_ns=time.time_ns())
 
 

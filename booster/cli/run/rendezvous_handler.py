@@ -46,7 +46,7 @@ def _create(params: RendezvousParameters) -> RendezvousHandler:
 
 
 class _RendezvousHandler:
-    """torch's handler, which is asked for all that stands not here."""
+    """torch's handler, which is asked for all that is not defined here."""
 
     def __init__(self, inner: RendezvousHandler, store: Store, params: RendezvousParameters) -> None:
         self._inner = inner
@@ -81,4 +81,6 @@ class _RendezvousHandler:
         return BACKEND
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # an object that is being copied has no `_inner` yet
+            raise AttributeError(name)
         return getattr(self._inner, name)

@@ -119,8 +119,9 @@ def block_gradients(
             attn_mask=_additive_mask(block.mask, query.dtype),
             scale=block.scale,
         )
-        grad_query, grad_key, grad_value = map(_upcast, grads[:3])
-        return grad_query, _sum_groups(grad_key, num_groups), _sum_groups(grad_value, num_groups), None
+        # One after the other: each is upcast with all query heads.
+        grad_key, grad_value = (_sum_groups(_upcast(one), num_groups) for one in grads[1:3])
+        return _upcast(grads[0]), grad_key, grad_value, None
     grad, value = _upcast(grad), _upcast(value)
     weights = torch.exp(_scores(query, key, block) - lse.unsqueeze(-1))
     dropout_factors = _dropout_factors(weights, block)

@@ -59,12 +59,12 @@ def traceable_reduce_from_tp_region(x: torch.Tensor, tp_group: TensorParallelGro
 
 
 def traced_all_gather_sequence(x: torch.Tensor, tp_group: TensorParallelGroup, dim: int) -> torch.Tensor:
-    """Return `all_gather_shards(x)`. Collective: in forward and backward."""
+    """Return `all_gather_shards(x, dim)` over the tokens of the sequence. Collective: in forward and backward."""
     return _AllGather.apply(x, dim, tp_group.sequence_length, tp_group.number)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def traced_reduce_scatter_sequence(x: torch.Tensor, tp_group: TensorParallelGroup, dim: int) -> torch.Tensor:
-    """Return `reduce_scatter_shards(x)`. Collective: in forward and backward."""
+    """Return `reduce_scatter_shards(x, dim)` over the tokens of the sequence. Collective: in forward and backward."""
     tp_group.end_traced_region()
     return _ReduceScatter.apply(x, dim, tp_group.sequence_length, tp_group.number)  # type: ignore[no-untyped-call, no-any-return]
 

@@ -28,7 +28,7 @@ def weight_spec(
 def bias_spec(
     shape: Sequence[int], blocks: Sequence[Block], grid: TensorGridShape, rank: int, *, is_second: bool
 ) -> ShardSpec:
-    """Return the shard spec of the bias of a linear layer; its arguments are those of `weight_spec`."""
+    """Return the shard spec of a bias of this shape, whose features are those of `weight_spec`."""
     return feature_spec(shape, grid, rank) if is_second else per_head_spec(shape, 0, blocks, grid, rank)
 
 
