@@ -91,6 +91,10 @@ class ShardedParam:
         start = min(numel, rank * self.padded_numel)
         self.flat_range = (start, min(numel, start + self.padded_numel))
         _share_attributes(self.original, self.parameter)
+        info = fsdp_param._module_info
+        places = zip(self.modules, [info.param_name, *info.shared_param_names], strict=True)
+        is_plain = all(type(module).__setattr__ is nn.Module.__setattr__ for module in self.modules)
+        self._places = [(module._parameters, name) for module, name in places] if is_plain else None
         self.fsdp_param._setattr_on_modules = self.set_on_modules  # type: ignore[assignment, method-assign]
 
     def set_on_modules(self, parameter: nn.Parameter) -> None:
@@ -99,7 +103,11 @@ class ShardedParam:
             _share_attributes(self.original, parameter)
         if parameter.requires_grad is not self.sync_requires_grad():
             parameter.requires_grad_(self._requires_grad)
-        FSDPParam._setattr_on_modules(self.fsdp_param, parameter)
+        if self._places is None:
+            FSDPParam._setattr_on_modules(self.fsdp_param, parameter)
+            return
+        for parameters, name in self._places:  # FSDP2's takes ten calls, four times a step for each parameter
+            parameters[name] = parameter
 
     @property
     def modules(self) -> list[nn.Module]:

@@ -276,7 +276,7 @@ class FSDPOptimizer(ShardedOptimizer):
         self.model.check_not_moved()
         self._check_no_foreign_gradients((param.name, param.parameter) for param in self.model.sharded_params)
         for update in self._updates:
-            if update.has_moved:
+            if isinstance(update.param, ReplicatedParam) and update.has_moved:
                 raise replaced_memory_error(update.param.name)
 
     def _fetch_weights(self) -> None:
@@ -319,7 +319,7 @@ class FSDPOptimizer(ShardedOptimizer):
 
     def _finish_step(self) -> None:
         self._restore_memory()
-        if self._accumulation.factors is None:  # else a fused step has written them
+        if self._keeps_masters and self._accumulation.factors is None:  # else a fused step has written them
             for update in self._updates:
                 update.write_weights()
         if self._redistributed is not None:
