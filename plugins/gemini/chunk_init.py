@@ -7,9 +7,10 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import nn
 
-from booster.comm import broadcast
+from booster.comm import broadcast, raise_on_all_ranks
 from booster.lazy_init import is_lazy, materialize_tensor
 from booster.logger import log_rank_zero
+from booster.validation import error_of
 
 from .chunk import Chunk, ChunkShard, finish_transfer
 from .chunk_layout import ChunkPlan, ParamInfo, default_step, plan_chunks, search_chunk_numel
@@ -48,6 +49,8 @@ def build_chunks(
         log_rank_zero(f"GeminiPlugin: {plan.describe()}")
     manager = ChunkManager(_make_chunks(plan, named, settings), settings, placement)
     manager.locations = manager.choose_locations()
+    is_offloaded = manager.locations.weights or manager.locations.states
+    raise_on_all_ranks(error_of(manager.needed_tier) if is_offloaded else None)  # before any weight is moved
     for chunk in manager.chunks:
         _fill_chunk(chunk, manager, settings, {})
     manager.note_addresses(manager.chunks)

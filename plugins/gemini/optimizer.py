@@ -29,12 +29,18 @@ class GeminiOptimizerState(ShardedOptimizerState):
     optimizer: GeminiOptimizer
 
     def _new_state_tensor(self, parameter: nn.Parameter, key: str, spec: TensorSpec) -> torch.Tensor:
-        memory = super()._new_state_tensor(parameter, key, spec)
-        has_own_disk = self._allocator is not None and self._allocator.may_fail_locally
-        if has_own_disk or not is_elementwise_state(memory, parameter):
-            return memory
-        state = self.optimizer.new_state(parameter, key, memory.dtype)
-        return memory if state is None else state
+        own = self._own_spec(parameter, key, spec)
+        if not own.shape or own.shape != tuple(parameter.shape):
+            return super()._new_state_tensor(parameter, key, spec)
+        is_converted = own.dtype.is_floating_point and parameter.is_floating_point()  # as in memory
+        dtype = parameter.dtype if is_converted else own.dtype
+        if self._allocator is not None:
+            allocated = super()._new_state_tensor(parameter, key, spec)
+            if self._allocator.may_fail_locally:  # the allocator uses a separate disk
+                return allocated
+            dtype = allocated.dtype
+        state = self.optimizer.new_state(parameter, key, dtype)
+        return super()._new_state_tensor(parameter, key, spec) if state is None else state
 
 
 # Note [Steps by chunk]

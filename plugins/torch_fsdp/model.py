@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from booster.comm import all_gather_equal, broadcast, raise_on_all_ranks
+from booster.core.model_wrapper import batch_on_device
 from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, TensorSlice
 from booster.kernels.checksum import crc32
@@ -97,6 +98,8 @@ class FSDPModel(ModelWrapper):
         Collective: weights are all-gathered.
         """
         self._begin_run(args, kwargs)
+        if self._is_gathered:  # as FSDP2 does outside of `gathered()`
+            args, kwargs = batch_on_device((args, kwargs), torch.device(self._compute_device_type))
         with self._reset_on_error():
             outputs = super().forward(*args, **kwargs)
         self._end_run()
@@ -332,7 +335,8 @@ class FSDPModel(ModelWrapper):
             return super().load_state_dict(state_dict, strict, assign)
         self.reshard()
         # torch copies the tensors that match before it raises.
-        backups = [(one, one.clone()) for one in (*(param.shard for param in self.fsdp_params), *self.module.buffers())]
+        shards = [one.shard if isinstance(one, ShardedParam) else one.parameter.detach() for one in self.fsdp_params]
+        backups = [(one, one.clone()) for one in (*shards, *self.module.buffers())]
         error: Exception | None = None
         result = None
         try:

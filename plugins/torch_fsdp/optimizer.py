@@ -276,7 +276,7 @@ class FSDPOptimizer(ShardedOptimizer):
         self.model.check_not_moved()
         self._check_no_foreign_gradients((param.name, param.parameter) for param in self.model.sharded_params)
         for update in self._updates:
-            if isinstance(update.param, ReplicatedParam) and update.has_moved:
+            if update.has_moved:
                 raise replaced_memory_error(update.param.name)
 
     def _fetch_weights(self) -> None:

@@ -480,7 +480,6 @@ class ParamGroup:
             host, event = copy_to_host(output, is_pinned=self.fsdp2.is_pinned)
             self._arriving = host, params, event  # read in the step: backward continues meanwhile
 
-    @torch.no_grad()
     def add_arriving(self) -> None:
         """Wait for the sums of the last backward in host memory, and add them to those of earlier ones."""
         if self._arriving is None:
@@ -493,7 +492,8 @@ class ParamGroup:
             return
         self.reduced_grads()
         sums = [one.reduced_grad for one in params if one.reduced_grad is not None]  # all have one
-        torch._foreach_add_(sums, _views(buffer, params))
+        with torch.no_grad():
+            torch._foreach_add_(sums, _views(buffer, params))
 
     # Note [Graphs of gradients]
     # `torch.autograd.grad(..., create_graph=True)`, as of a gradient penalty, makes a graph that has saved the gathered

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from booster.comm import all_to_all_single, collective_device, group_rank, group_size
+from booster.errors import ConfigError
 
 
 def row_range(shape: Sequence[int], rank: int, num_ranks: int) -> tuple[int, int]:
@@ -118,6 +119,13 @@ class ParamRedistribution:
             else:
                 shard_parts.append(_bytes(shard))
                 shard_sizes[owner] += shard.nbytes
+        for index, full in full_tensors.items():  # sizes that differ between sender and receiver would mix up bytes
+            shape, dtype = torch.Size(self._shapes[index]), shards[index].dtype
+            if (full.shape, full.dtype) != (shape, dtype):
+                raise ConfigError(
+                    f"the optimizer replaced the data of a parameter of shape {tuple(shape)} and {dtype} by"
+                    f" {tuple(full.shape)} and {full.dtype}: update parameters in place"
+                )
         for rank in (rank for rank in range(num_ranks) if rank != self._rank):
             for index in sorted(full_tensors):
                 start, stop = row_range(self._shapes[index], rank, num_ranks)

@@ -148,12 +148,15 @@ class ParamUpdate:
     _address: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._address = self.param.shard.data_ptr()
+        self._address = self.param.parameter.data_ptr()
 
     @property
     def has_moved(self) -> bool:
-        """Whether the model's weights were reallocated, so that updates would not reach them; equal on all ranks."""
-        return self._address != self.param.shard.data_ptr()
+        """Whether replicated weights were reallocated, so that updates would not reach them; equal on all ranks.
+
+        Memory of sharded ones is `FSDPModel.check_not_moved`'s.
+        """
+        return isinstance(self.param, ReplicatedParam) and self._address != self.param.parameter.data_ptr()
 
     @property
     def memory(self) -> torch.Tensor | None:

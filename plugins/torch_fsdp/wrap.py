@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -344,8 +345,11 @@ class FSDPModelBuilder:
         ignored = [one for module in self.config.ignored_modules for one in _modules_with_forward(module)]
         inside = {part for module in ignored for part in module.modules()}
         kept = [one for one in model.modules() if isinstance(one, dtypes.own_dtype_classes) and one not in inside]
-        for module in dict.fromkeys([*ignored, *kept]):
-            _add_dtype_boundary(module, dtypes.param_dtype)
+        modules = dict.fromkeys([*ignored, *kept])
+        own = {parameter for module in modules for parameter in module.parameters()}
+        others = {one.dtype for one in model.parameters() if one.is_floating_point() and one not in own}
+        for module in modules:
+            _add_dtype_boundary(module, dtypes.param_dtype, is_permanent=others <= {dtypes.param_dtype})
 
     def _plans(self, model: nn.Module, replicated: set[str]) -> list[tuple[WrapPlan, list[nn.Module]]]:
         """Return the wrapped modules, root last, with the submodules that they own; extends `replicated` in place."""
@@ -446,7 +450,7 @@ class FSDPModelBuilder:
         )
 
 
-def _add_dtype_boundary(module: nn.Module, model_dtype: torch.dtype) -> None:
+def _add_dtype_boundary(module: nn.Module, model_dtype: torch.dtype, *, is_permanent: bool) -> None:
     """Cast a module's inputs to the dtype of its weights, and its outputs to the dtype of the model, by hooks.
 
     FSDP1 does so for `_module_classes_to_ignore`; FSDP2 leaves it to the user.
@@ -454,14 +458,24 @@ def _add_dtype_boundary(module: nn.Module, model_dtype: torch.dtype) -> None:
     Args:
         module: Module with weights, not sharded yet.
         model_dtype: Compute dtype of the rest of the model.
+        is_permanent: Whether the rest of the model has weights of this dtype, so that forwards on full weights, inside
+            of `gathered()` and of copies, need the hooks as well.
     """
     module_dtype = next((one.dtype for one in module.parameters() if one.is_floating_point()), model_dtype)
-    if module_dtype != model_dtype:
-        module.register_forward_pre_hook(
-            lambda _, args, kwargs: (cast_floats(module_dtype, args), cast_floats(module_dtype, kwargs)),
-            with_kwargs=True,
-        )
-        module.register_forward_hook(lambda _, __, output: cast_floats(model_dtype, output))
+    if module_dtype == model_dtype:
+        return
+
+    def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return cast_floats(module_dtype, args), cast_floats(module_dtype, kwargs)
+
+    def cast_output(_: nn.Module, args: Any, output: Any) -> Any:
+        return cast_floats(model_dtype, output)
+
+    hooks: tuple[Callable[..., Any], Callable[..., Any]] = cast_inputs, cast_output
+    if is_permanent:  # `detached_from_fsdp` removes functions of this package alone
+        hooks = partial(cast_inputs), partial(cast_output)
+    module.register_forward_pre_hook(hooks[0], with_kwargs=True)
+    module.register_forward_hook(hooks[1])
 
 
 def _modules_with_forward(module: nn.Module) -> Iterator[nn.Module]:

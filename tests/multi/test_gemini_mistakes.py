@@ -11,7 +11,7 @@ from harness import distributed
 from torch import nn
 
 from booster import Booster
-from booster.errors import ConfigError
+from booster.errors import BoosterError, ConfigError
 from booster.plugins import GeminiPlugin
 from booster.plugins.gemini.model import ModifiedCheck
 
@@ -126,3 +126,20 @@ def test_a_step_inside_of_gathered_is_refused():
     booster.backward(loss, optimizer)
     with model.gathered(), pytest.raises(ConfigError, match="leave the block first"):
         optimizer.step()
+
+
+@distributed(world_size=2)
+def test_a_disk_that_cannot_be_written_leaves_the_model_as_it_was():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    before = copy.deepcopy(model.state_dict())
+    plugin = GeminiPlugin(
+        precision="fp32",
+        chunk_config_dict={"chunk_size": 72},
+        offload_optim_frac=0.3,
+        offload_param_frac=0.3,
+        offload_dir="/proc" if dist.get_rank() == 1 else None,
+    )
+    with pytest.raises(ConfigError if dist.get_rank() == 1 else BoosterError):
+        Booster(plugin=plugin).boost(model, torch.optim.AdamW(model.parameters()))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

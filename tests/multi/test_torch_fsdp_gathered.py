@@ -83,6 +83,21 @@ def test_a_forward_inside_of_gathered_is_the_users_own_with_ignored_modules():
 
 
 @distributed(world_size=2)
+def test_a_low_precision_model_runs_inside_of_gathered_with_a_head_in_fp32():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4).bfloat16(), nn.Linear(4, 3))
+    plugin = TorchFSDPPlugin(ignored_modules=[net[1]], mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    booster = Booster(plugin=plugin)
+    model, *_ = booster.boost(net)
+    inputs = torch.ones(2, 4, dtype=torch.bfloat16)
+    expected = model(inputs)
+    with model.gathered(), torch.no_grad():
+        torch.testing.assert_close(model(inputs), expected)  # on the host, which the model moves to its device
+    with torch.no_grad():
+        torch.testing.assert_close(copy.deepcopy(model)(inputs.to(booster.device)), expected)
+
+
+@distributed(world_size=2)
 def test_an_error_inside_of_gathered_on_one_rank_is_that_ranks_own():
     job = Job().train(0)
     try:

@@ -61,6 +61,16 @@ def test_a_model_that_changes_its_format_after_boost(name):
 
 
 @distributed(world_size=2)
+def test_an_ignored_weight_that_changes_its_memory_after_boost():
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Conv2d(3, 2, 3))
+    booster, model, optimizer = boosted(model, ignored_modules=[model[1]])
+    model.unwrap()[1].to(memory_format=torch.channels_last)
+    booster.backward(model(torch.ones(1, 2, 6, 6, device=booster.device)).sum(), optimizer)
+    with pytest.raises(ConfigError, match=r"the memory of .* was replaced after boost"):
+        optimizer.step()
+
+
+@distributed(world_size=2)
 def test_a_norm_below_zero():
     booster, model, optimizer = boosted()
     booster.backward(model(torch.ones(1, 5, device=booster.device)).sum(), optimizer)
