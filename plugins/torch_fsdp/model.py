@@ -19,6 +19,7 @@ from booster.core.model_wrapper import batch_on_device
 from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, TensorSlice
 from booster.kernels.checksum import crc32
+from booster.plugins.base import refuse_conversion
 from booster.plugins.sharding.buffer_pool import broadcast_coalesced
 from booster.plugins.sharding.collective_order import CollectiveKind, CollectiveOrder
 from booster.plugins.sharding.deferred_init import sharded_copy_error
@@ -221,13 +222,7 @@ class FSDPModel(ModelWrapper):
             self.clear_grads()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FSDPModel:
-        for parameter in self.module.parameters():
-            probe = fn(torch.zeros((), dtype=parameter.dtype, device=parameter.device))
-            if probe.dtype != parameter.dtype or probe.device != parameter.device:
-                raise ConfigError(
-                    f"a boosted model can't be converted to {probe.dtype} on {probe.device}, by .to(), .half() or the"
-                    f" like, as its shards are {parameter.dtype} on {parameter.device}: do it before boost()"
-                )
+        refuse_conversion(self.module, fn, "shards have it")
         return self
 
     # Whole weights.
