@@ -364,6 +364,17 @@ def test_two_forwards_before_their_backwards_equal_one_process():
     twins.assert_equal()
 
 
+@pytest.mark.on_device
+@distributed(world_size=2)
+def test_fewer_tokens_than_ranks_where_a_model_flattens_them():
+    twins = Twins("opt", tp_size=2, enable_sequence_parallelism=True, sequence_parallelism_mode="split_gather")
+    tokens = torch.arange(3, device=twins.booster.device).view(3, 1)
+    twins.plain(input_ids=tokens).logits.square().mean().backward()
+    twins.booster.backward(twins.model(input_ids=tokens).logits.square().mean(), twins.optimizer)
+    twins.step()
+    twins.assert_equal()
+
+
 def test_messages_instead_of_shared_memory_change_nothing():
     assert_hybrid_equals_serial("llama", TP_2, uses_shared_memory=False, steps=2)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from booster.comm import start_all_gather, start_all_reduce, start_reduce_scatter
+from booster.comm import all_gather_numbers, start_all_gather, start_all_reduce, start_reduce_scatter
 from booster.comm.fake import is_seen_by_modes
 
 from .group import TensorParallelGroup
@@ -104,7 +104,7 @@ def gather_from_sequence_region(
 
     Collective: yes.
     """
-    return gather_from_tp_region(x, tp_group, sizes_from_local(x.shape[dim], tp_group, length), dim)
+    return gather_from_tp_region(x, tp_group, sizes_of_ranks(x, dim, tp_group, length), dim)
 
 
 def all_gather_shards(x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, sizes: Sequence[int]) -> torch.Tensor:
@@ -130,6 +130,18 @@ def reduce_scatter_shards(
     Collective: in forward and backward.
     """
     return _Mapping.apply(x, reduce_scatter_uneven, all_gather_shards, tp_group, dim, tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
+
+
+def sizes_of_ranks(x: torch.Tensor, dim: int, tp_group: TensorParallelGroup, length: int | None = None) -> list[int]:
+    """Return all ranks' numbers of tokens, from those of this rank.
+
+    Collective for flattened tokens of sequences that have fewer than there are ranks: one without any cannot tell of
+    how many sequences.
+    """
+    full = tp_group.sequence_length if length is None else length
+    if x.dim() < 3 and full is not None and full < tp_group.size:
+        return [size for (size,) in all_gather_numbers([x.shape[dim]], tp_group.group)]
+    return sizes_from_local(x.shape[dim], tp_group, length)
 
 
 def sizes_from_local(local_size: int, tp_group: TensorParallelGroup, length: int | None) -> list[int]:

@@ -29,6 +29,7 @@ from .mappings import (
     all_gather_uneven,
     reduce_scatter_shards,
     sizes_from_local,
+    sizes_of_ranks,
     start_reduce_scatter_uneven,
 )
 from .traced_mappings import traced_all_gather_sequence
@@ -89,7 +90,7 @@ class GatheredRegionInput:
         tp_group, dim = self._tp_group, 1 if hidden.dim() > 2 else 0
         if tp_group.size == 1:
             return hidden
-        geometry = _GatherGeometry(tp_group, dim, tuple(sizes_from_local(hidden.shape[dim], tp_group, None)))
+        geometry = _GatherGeometry(tp_group, dim, tuple(sizes_of_ranks(hidden, dim, tp_group)))
         layers = self._multiplied(hidden)
         return (
             geometry.all_gather_matmul(hidden, layers)
