@@ -97,8 +97,6 @@ class TensorGridShape:
                 f"tp_mode='2.5d' with tp_size={num_ranks} has no depth: give tp_depth, the number of squares of ranks,"
                 " such as tp_size=8, tp_depth=2 for two squares of 2 x 2"
             )
-        if mode != "2.5d" and depth is not None:
-            raise ConfigError(f"tp_depth={depth} has no meaning with tp_mode={mode!r}: leave it out, or use '2.5d'")
         depth = 1 if depth is None else depth
         power = 3 if mode == "3d" else 2
         side = round((num_ranks / depth) ** (1 / power))
