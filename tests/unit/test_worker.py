@@ -56,6 +56,14 @@ def test_an_error_is_shown_reported_and_free_of_our_frames(tmp_path):
     assert "worker.py" not in stack
 
 
+def test_a_report_that_can_not_be_written_whole_is_not_written(tmp_path):
+    limit = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))\nraise ValueError('mine')\n"
+    (tmp_path / "bad.py").write_text(limit)
+    done = run(["bad.py"], tmp_path, tmp_path / "error.json")
+    assert done.stderr.endswith("ValueError: mine\n")
+    assert not (tmp_path / "error.json").exists()  # torch's launcher would fail at a part of it
+
+
 def test_a_failing_module_shows_its_frames_only(tmp_path):
     (tmp_path / "bad.py").write_text("raise ValueError('mine')\n")
     done = run(["-m", "bad"], tmp_path)

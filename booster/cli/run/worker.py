@@ -93,9 +93,12 @@ def _write_report(error: BaseException) -> None:
         "exception": type(error).__name__,
     }
     report = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}
-    # A full disk must not hide the script's own error, which goes to stderr as well.
-    with contextlib.suppress(OSError), open(path, "w") as file:
-        json.dump(report, file)
+    # A full disk must not hide the script's own error, which goes to stderr as well. A rank may be killed while it
+    # writes, and torch's launcher fails at a part of a report.
+    with contextlib.suppress(OSError):
+        with open(f"{path}.part", "w") as file:
+            json.dump(report, file)
+        os.replace(f"{path}.part", path)
 
 
 # The destructor of a process group waits for queued collectives until their timeout, as other ranks never join them. A
