@@ -63,7 +63,8 @@ class MoeLayer(nn.Module):
         """
         tokens = hidden_states.reshape(-1, self.dim_model)
         # In the dtype of the gate's weight: rounding to that of autocast would change which experts are chosen.
-        has_autocast = torch.amp.is_autocast_available(tokens.device.type)
+        # The compiler of torch 2.10 can't trace the question; it runs on no device without autocast.
+        has_autocast = torch.compiler.is_compiling() or torch.amp.is_autocast_available(tokens.device.type)
         with torch.autocast(tokens.device.type, enabled=False) if has_autocast else nullcontext():
             logits = self.gate(tokens.to(self.gate.weight.dtype))
             routing = self.router(logits)

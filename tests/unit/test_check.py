@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,7 +35,7 @@ def test_check_says_the_same_to_programs(capsys):
     titles = {"versions", "extras", "torch", "devices", "compiler", "kernels"}
     assert told.keys() == {"ok", "problems"} | titles
     assert all(found["ok"] for title in titles for found in told[title].values())
-    assert told["versions"]["torch"] == {"have": torch.__version__, "need": ">=2.10", "tested": True, "ok": True}
+    assert told["versions"]["torch"] == {"have": version("torch"), "need": ">=2.10", "tested": True, "ok": True}
     assert told["torch"]["backends"]["gloo"]
     assert told["devices"]["cpu"]["usable_cores"] >= 1
     assert told["kernels"]["adam"]["status"] in ("native", "buildable", "reference")

@@ -26,10 +26,10 @@ from booster.plugins.hybrid_parallel.pipeline_parallel.schedules import schedule
 
 CHUNKS = {"gpipe": [1], "1f1b": [1], "interleaved": [2, 3], "zbv": [2]}
 TORCH_KINDS = {
-    "F": ActionKind.FORWARD,
-    "B": ActionKind.BACKWARD,
-    "I": ActionKind.BACKWARD,
-    "W": ActionKind.BACKWARD_WEIGHT,
+    "FORWARD": ActionKind.FORWARD,
+    "FULL_BACKWARD": ActionKind.BACKWARD,
+    "BACKWARD_INPUT": ActionKind.BACKWARD,
+    "BACKWARD_WEIGHT": ActionKind.BACKWARD_WEIGHT,
 }
 
 
@@ -55,9 +55,9 @@ def torch_order(cls, stage, num_stages, num_microbatches, num_chunks, chunk_of):
     else:
         actions = cls._calculate_single_rank_operations(this, stage)
     return [
-        Action(TORCH_KINDS[one.computation_type.value], one.microbatch_index, chunk_of(one.stage_index))
+        Action(TORCH_KINDS[one.computation_type.name], one.microbatch_index, chunk_of(one.stage_index))
         for one in actions
-        if one is not None and one.computation_type.value in TORCH_KINDS
+        if one is not None and one.computation_type.name in TORCH_KINDS
     ]
 
 

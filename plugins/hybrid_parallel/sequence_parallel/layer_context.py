@@ -136,7 +136,8 @@ _NO_CACHE = (
 
 
 class _Current(threading.local):
-    layer: LayerContext | None = None
+    def __init__(self) -> None:
+        self.layer: LayerContext | None = None  # torch.compile of torch 2.10 would take a default of the class for it
 
 
 _current = _Current()
