@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
@@ -149,7 +150,9 @@ ARGUMENTS: dict[str, ForeignArgument] = {
 def takes_foreign(
     *names: str, call: str | None = None, **aliases: str
 ) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
-    """Return a decorator of methods that also take arguments of ColossalAI, as keywords.
+    """Return a decorator of constructors that also take arguments of ColossalAI, as keywords.
+
+    Python's errors of other arguments name the class that is constructed, which may inherit the constructor.
 
     Args:
         names: Names in `ARGUMENTS`.
@@ -160,6 +163,7 @@ def takes_foreign(
 
     def decorate(method: Callable[P, Result]) -> Callable[P, Result]:
         owner = method.__qualname__.partition(".")[0]
+        signature = inspect.signature(method)
 
         @functools.wraps(method)
         def taking(*args: P.args, **kwargs: P.kwargs) -> Result:
@@ -172,6 +176,10 @@ def takes_foreign(
                 raise
             for name in aliases.keys() & kwargs.keys():
                 _rename(name, aliases[name], kwargs)
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{type(args[0]).__name__}() {error}") from None
             return method(*args, **kwargs)
 
         return taking

@@ -59,7 +59,7 @@ class AdamBase(CheckedOptimizer):
     # torch.amp.GradScaler then passes grad_scale and found_inf to `step` instead of unscaling the gradients.
     _step_supports_amp_scaling = True
 
-    @takes_foreign(model_params="params")
+    @takes_foreign("amsgrad", model_params="params")
     def __init__(
         self,
         params: Any,

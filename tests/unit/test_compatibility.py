@@ -21,7 +21,7 @@ from booster import (
 )
 from booster.compatibility import ARGUMENTS
 from booster.lazy_init import is_lazy
-from booster.optim import CPUAdam, FusedAdam, HybridAdam, Lamb, Lars
+from booster.optim import CAME, Adafactor, CPUAdam, FusedAdam, FusedLAMB, FusedSGD, HybridAdam, Lamb, Lars
 from booster.plugins import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 
 PAGE = Path(__file__).parents[2] / "docs" / "migrate" / "colossalai.md"
@@ -134,10 +134,22 @@ def test_adam_takes_model_params(cls):
         cls(model_params=weights, params=weights)
 
 
-def test_optimizers_take_what_they_do():
-    FusedAdam(_weights(), amsgrad=False)
+@pytest.mark.parametrize("cls", [HybridAdam, FusedAdam, CPUAdam])
+def test_adam_without_amsgrad(cls):
+    cls(_weights(), amsgrad=False)
     with pytest.raises(ConfigError, match=r"use torch.optim.AdamW\(amsgrad=True\)"):
-        FusedAdam(_weights(), amsgrad=True)
+        cls(_weights(), amsgrad=True)
+
+
+@pytest.mark.parametrize("cls", [HybridAdam, FusedAdam, CPUAdam, CAME, Adafactor, FusedLAMB, FusedSGD, Lamb, Lars])
+def test_an_unknown_argument_of_an_optimizer_is_an_error_of_its_class(cls):
+    with pytest.raises(TypeError, match=rf"^{cls.__name__}[.(].* got an unexpected keyword argument 'beta'"):
+        cls(_weights(), beta=0.9)
+    with pytest.raises(TypeError, match=rf"^{cls.__name__}[.(].* missing .* argument: 'params'"):
+        cls()
+
+
+def test_optimizers_take_what_they_do():
     FusedAdam(_weights(), set_grad_none=True)
     with pytest.raises(ConfigError, match=r"zero_grad\(set_to_none=False\)"):
         FusedAdam(_weights(), set_grad_none=False)
