@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from .comm import check_same_across_ranks, group_size, is_fake_world
 from .core.activation_policy import POLICY
+from .core.plain_torch import TRAINED_CRITERION_ADVICE
 from .data import check_can_shard
 from .data.prepare import loader_fingerprint
 from .errors import ConfigError
@@ -44,7 +45,7 @@ def check_can_boost(
                 " of any size, before boost()"
             )
     if optimizer is not None:
-        _check_optimizer_argument(optimizer, {id(tensor) for _, tensor in tensors})
+        _check_optimizer_argument(optimizer, {id(tensor) for _, tensor in tensors}, criterion)
         _check_optimizer_trains(model, optimizer)
     if criterion is not None and not callable(criterion):
         raise ConfigError(
@@ -120,7 +121,7 @@ def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-def _check_optimizer_argument(optimizer: Any, known: Collection[int]) -> None:
+def _check_optimizer_argument(optimizer: Any, known: Collection[int], criterion: Any | None) -> None:
     if isinstance(optimizer, OptimizerWrapper) or (isinstance(optimizer, Optimizer) and optimizer in _boosted):
         raise ConfigError(
             "boost() was given an optimizer that is boosted already: boost each optimizer once, together with its model"
@@ -139,14 +140,19 @@ def _check_optimizer_argument(optimizer: Any, known: Collection[int]) -> None:
         raise ConfigError(
             f"boost() was given an optimizer of type {type(optimizer).__name__}: it must be a torch.optim.Optimizer"
         )
-    foreign = [
-        f"group {index}, shape {tuple(parameter.shape)}"
+    foreign = {
+        id(parameter): f"group {index}, shape {tuple(parameter.shape)}"
         for index, group in enumerate(optimizer.param_groups)
         for parameter in group["params"]
         if id(parameter) not in known
-    ]
+    }
     if foreign:
-        listed = "; ".join(foreign[:5]) + ("; ..." if len(foreign) > 5 else "")
+        listed = "; ".join([*foreign.values()][:5]) + ("; ..." if len(foreign) > 5 else "")
+        if isinstance(criterion, nn.Module) and any(id(parameter) in foreign for parameter in criterion.parameters()):
+            raise ConfigError(
+                f"{len(foreign)} parameters of the optimizer are the criterion's, not the model's ({listed}), and"
+                f" {TRAINED_CRITERION_ADVICE}"
+            )
         raise ConfigError(
             f"{len(foreign)} parameters of the optimizer are not the model's ({listed}): build the optimizer from"
             " model.parameters() of the model that is passed with it"

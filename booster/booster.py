@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ from .checkpoint_io import CheckpointIO
 from .comm import barrier, check_same_across_ranks, group_rank, group_size, timeout_scope
 from .core.activation_policy import POLICY
 from .core.compiling import compile_layers, parse_compile_options
-from .core.plain_torch import hook_clipping
+from .core.plain_torch import hook_clipping, refuse_plain_criterion
 from .data.dataloader import active_position
 from .data.join import JoinIterator
 from .errors import ConfigError
@@ -41,9 +41,8 @@ from .metrics import gather_for_metrics
 from .mixed_precision import resolve_mixed_precision
 from .monitor.nan_check import detect_nonfinite
 from .monitor.summary import summarize
-from .registry import plugin_with_precision
-from .single_device import SingleDevicePlugin
-from .validation import error_of, is_int, is_number
+from .registry import resolve_plugin
+from .validation import check_clipping, error_of, is_int
 
 T = TypeVar("T")
 
@@ -99,7 +98,7 @@ class Booster(CheckpointMethods):
         self.plan: PluginPlan | None = None
         self._choice = _choice_of(plugin)
         if self._choice is None:
-            self._use(_resolve_plugin(plugin, mixed_precision, device), mixed_precision)
+            self._use(resolve_plugin(plugin, mixed_precision, device), mixed_precision)
         else:
             self._use_choice(self._choice, mixed_precision, device)
         self._compile_options = parse_compile_options(compile)
@@ -177,7 +176,8 @@ class Booster(CheckpointMethods):
         Args:
             model: Any `nn.Module`.
             optimizer: Any torch optimizer over parameters of the model, in any number of groups.
-            criterion: Loss function; runs in the model's compute dtype.
+            criterion: Loss function; runs in the model's compute dtype. Its own parameters do not train: one with such
+                parameters is a submodule of the model, whose forward then returns the loss.
             dataloader: Plain loader, replaced by one over this rank's samples; its batch size is per rank.
             lr_scheduler: Scheduler of `optimizer`.
 
@@ -214,6 +214,7 @@ class Booster(CheckpointMethods):
         enable_compilation = None if options is None else compile_layers(model, options)
         placed = self.plugin.place(model, optimizer, **_without_none(checked=checked))
         prepared = None if self.mixed_precision is None else self.mixed_precision.prepare(model)
+        users_criterion = criterion
         boosted, wrapped, criterion, dataloader, lr_scheduler = self.plugin.configure(
             model, optimizer, criterion, dataloader, lr_scheduler, **_without_none(placed=placed)
         )
@@ -229,6 +230,8 @@ class Booster(CheckpointMethods):
         if enable_compilation is not None:
             enable_compilation()
         register_model(self.plugin, boosted, wrapped)
+        if self.plugin.dp_size > 1 or (wrapped is not None and wrapped.loss_scaler is not None):
+            refuse_plain_criterion(users_criterion, boosted)
         return boosted, wrapped, criterion, dataloader, lr_scheduler
 
     @timeout_scope("checkpoint")
@@ -410,23 +413,9 @@ class Booster(CheckpointMethods):
         Returns None inside of `accumulate` before the last microbatch. Collective.
 
         Raises:
-            ConfigError: `max_norm` is not a non-negative number.
+            ConfigError: `max_norm` is not a non-negative number, or `norm_type` not a positive one.
         """
-        if not is_number(max_norm) or max_norm < 0:
-            is_number_type = isinstance(max_norm, SupportsFloat) and not isinstance(max_norm, bool)
-            problem = (
-                "is not a norm, and scaling by it would invert the gradients: give a number above 0"
-                if is_number_type
-                else f"must be a number, got a {type(max_norm).__name__}: give a number above 0, such as 1.0"
-            )
-            raise ConfigError(
-                f"clip_grad_norm_(max_norm={max_norm!r}): max_norm {problem}, or float('inf') for the norm alone"
-            )
-        if not is_number(norm_type) or norm_type <= 0:
-            raise ConfigError(
-                f"clip_grad_norm_(norm_type={norm_type!r}): norm_type is not an order of a norm: give a number above 0,"
-                " such as 2.0, or float('inf') for the largest gradient"
-            )
+        check_clipping(max_norm, norm_type, without_clipping="float('inf') for the norm alone")
         return check_boosted_optimizer(optimizer, "clip_grad_norm_").clip_grad_by_norm(max_norm, norm_type)
 
     @in_phase("pipeline")
@@ -588,25 +577,3 @@ def _choice_of(plugin: str | Plugin | PluginChoice | None) -> PluginChoice | Non
     if isinstance(plugin, str) and plugin.lower() in PluginChoice.by_name:
         raise ConfigError(f"plugin={plugin!r} is not known: write plugin={plugin.lower()!r}")
     return plugin if isinstance(plugin, PluginChoice) else None
-
-
-def _resolve_plugin(plugin: Any, precision: str | MixedPrecision | None, device: str | torch.device | None) -> Plugin:
-    if plugin is None:
-        return SingleDevicePlugin(device)
-    resolved = plugin_with_precision(plugin, precision) if isinstance(plugin, str) else plugin
-    if not isinstance(resolved, Plugin):
-        raise ConfigError(
-            f"plugin={plugin!r} is a {type(plugin).__name__}, not a Plugin: pass an object such as"
-            " TorchDDPPlugin(), not its class, or a name such as 'torch_ddp'"
-        )
-    if resolved.device.type not in resolved.supported_devices():
-        raise ConfigError(
-            f"{type(resolved).__name__} supports {', '.join(resolved.supported_devices())}, and the device is"
-            f" {resolved.device.type!r}: choose another plugin or launch on another device"
-        )
-    if device is not None and resolved.control_device():
-        raise ConfigError(
-            f"device={device!r} was given with {type(resolved).__name__}, which selects the device of every rank: leave"
-            " device out"
-        )
-    return resolved

@@ -13,6 +13,7 @@ from . import plugins
 from .errors import ConfigError
 from .interface import Plugin
 from .mixed_precision import mixed_precision_from_name
+from .single_device import SingleDevicePlugin
 
 ENTRY_POINT_GROUP = "booster.plugins"
 # Other terms for built-in plugins, for hints in errors; words of the plugins' names need no entry.
@@ -69,6 +70,38 @@ def plugin_with_precision(name: str, precision: Any, /, **arguments: Any) -> Plu
     elif isinstance(precision, str) and precision != "fp32" and name in plugins.BUILT_IN:
         mixed_precision_from_name(precision)  # an unknown one is rejected before the plugin makes process groups
     return plugin_from_name(name, **arguments)
+
+
+def resolve_plugin(plugin: Any, precision: Any, device: Any) -> Plugin:
+    """Return the plugin of a Booster's arguments.
+
+    Args:
+        plugin: Plugin, name of one, or None for one device.
+        precision: Mixed precision of the Booster.
+        device: Device of the Booster, optional.
+
+    Raises:
+        ConfigError: As by `plugin_with_precision`, or it is no plugin, or does not run on the device.
+    """
+    if plugin is None:
+        return SingleDevicePlugin(device)
+    resolved = plugin_with_precision(plugin, precision) if isinstance(plugin, str) else plugin
+    if not isinstance(resolved, Plugin):
+        raise ConfigError(
+            f"plugin={plugin!r} is a {type(plugin).__name__}, not a Plugin: pass an object such as"
+            " TorchDDPPlugin(), not its class, or a name such as 'torch_ddp'"
+        )
+    if resolved.device.type not in resolved.supported_devices():
+        raise ConfigError(
+            f"{type(resolved).__name__} supports {', '.join(resolved.supported_devices())}, and the device is"
+            f" {resolved.device.type!r}: choose another plugin or launch on another device"
+        )
+    if device is not None and resolved.control_device():
+        raise ConfigError(
+            f"device={device!r} was given with {type(resolved).__name__}, which selects the device of every rank: leave"
+            " device out"
+        )
+    return resolved
 
 
 def plugin_class(name: str) -> type[Plugin]:

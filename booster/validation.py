@@ -14,9 +14,14 @@ from .errors import ConfigError
 
 def is_number(value: Any) -> bool:
     """Return whether `value` is a number or a tensor with one element, and neither a bool nor nan."""
-    # The plain types first, as `isinstance` with a protocol takes microseconds and a step has several checks.
-    is_any = type(value) in (int, float) or (isinstance(value, SupportsFloat) and not isinstance(value, bool))
-    return is_any and not math.isnan(float(value))
+    if type(value) in (int, float):  # first: `isinstance` with a protocol takes microseconds, and a step has several
+        return not math.isnan(value)
+    if not isinstance(value, SupportsFloat) or isinstance(value, bool):
+        return False
+    try:
+        return not math.isnan(float(value))
+    except (RuntimeError, TypeError, ValueError):  # a tensor or an array with another number of elements
+        return False
 
 
 def is_int(value: Any) -> bool:
@@ -77,13 +82,19 @@ def is_non_nan_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
 
 
-def check_clipping(max_norm: Any, norm_type: Any) -> None:
-    """Raise `ConfigError` if an argument of clipping by norm is invalid."""
-    if not is_non_nan_number(max_norm) or max_norm < 0:
+def check_clipping(max_norm: Any, norm_type: Any, *, without_clipping: str = "0 for no clipping") -> None:
+    """Raise `ConfigError` if an argument of clipping by norm is invalid.
+
+    Args:
+        max_norm: Maximum norm.
+        norm_type: Order of the norm.
+        without_clipping: Number to give where nothing is clipped, for the message.
+    """
+    if not is_number(max_norm) or max_norm < 0:
         raise ConfigError(
-            f"max_norm={max_norm!r} is not a maximum gradient norm: give a positive number, or 0 for no clipping"
+            f"max_norm={max_norm!r} is not a maximum gradient norm: give a positive number, or {without_clipping}"
         )
-    if not is_non_nan_number(norm_type) or norm_type <= 0:
+    if not is_number(norm_type) or norm_type <= 0:
         raise ConfigError(f"norm_type={norm_type!r} is not a norm order: give a positive number, or float('inf')")
 
 

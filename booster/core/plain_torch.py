@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,14 +22,22 @@ from .optimizer_wrapper import OptimizerWrapper
 # Note [Plain torch]
 # `torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)` clips nothing if the boosted optimizer stores the gradients,
 # and clips incomplete ones inside of `Booster.accumulate`. A plain optimizer steps each rank's model by local gradients
-# if gradients are averaged for boosted optimizers only. Neither raises by itself. torch has a hook for steps of any
-# optimizer. It has none for its clipping functions, so a check wraps the function in their closures: scripts import
-# them by name before anything is boosted.
+# if gradients are averaged for boosted optimizers only, and a criterion of which no plugin knows the parameters.
+# Neither raises by itself. torch has a hook for steps of any optimizer. It has none for its clipping functions, so a
+# check wraps the function in their closures: scripts import them by name before anything is boosted.
 
 _CLIPPING_FUNCTIONS = (nn.utils.clip_grad_norm_, nn.utils.clip_grads_with_norm_, nn.utils.clip_grad_value_)
 
 _optimizers: weakref.WeakSet[OptimizerWrapper] = weakref.WeakSet()
 _refused: weakref.WeakKeyDictionary[ModelWrapper, list[weakref.ref[nn.Parameter]]] = weakref.WeakKeyDictionary()
+_refused_of_criteria: weakref.WeakKeyDictionary[ModelWrapper, list[weakref.ref[nn.Parameter]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+TRAINED_CRITERION_ADVICE = (
+    "gradients are averaged over ranks, and unscaled, for parameters of the model only: make the criterion a submodule"
+    " of the model, whose forward then returns the loss, and build the optimizer from model.parameters()"
+)
 
 
 def hook_clipping(optimizer: OptimizerWrapper) -> None:
@@ -82,6 +90,24 @@ def refuse_plain_training(
             one.register_post_accumulate_grad_hook(refuse_plain_gradient)
 
 
+def refuse_plain_criterion(criterion: object, model: ModelWrapper) -> None:
+    """Make a step of a plain optimizer over parameters that only the criterion has raise.
+
+    Not boost() itself: a perceptual loss has parameters that require gradients and are not trained.
+
+    Args:
+        criterion: The user's criterion, with or without parameters.
+        model: Boosted model that it was passed with.
+    """
+    if not isinstance(criterion, nn.Module) or isinstance(criterion, ModelWrapper):
+        return
+    own = {id(one) for one in model.parameters()}
+    theirs = [weakref.ref(one) for one in criterion.parameters() if one.requires_grad and id(one) not in own]
+    if theirs:
+        _hook_steps()
+        _refused_of_criteria[model] = theirs
+
+
 @functools.cache
 def _hook_steps() -> None:
     register_optimizer_step_pre_hook(_refuse_plain_step)
@@ -104,13 +130,23 @@ def refuse_plain_gradient(*_: Any) -> None:
 
 
 def _refuse_plain_step(optimizer: Optimizer, *_: Any) -> None:
-    if not _refused or any(one._is_stepping for one in list(_optimizers)):
+    if not (_refused or _refused_of_criteria) or any(one._is_stepping for one in list(_optimizers)):
         return
-    known = {id(one) for model in list(_refused) for one in model.module.parameters()}
-    known |= {id(one) for refs in list(_refused.values()) for ref in refs if (one := ref()) is not None}
-    if any(id(one) in known and one.requires_grad for group in optimizer.param_groups for one in group["params"]):
+    trained = {id(one) for group in optimizer.param_groups for one in group["params"] if one.requires_grad}
+    known = {id(one) for model in list(_refused) for one in model.module.parameters()} | _alive(_refused)
+    if trained & known:
         raise ConfigError(
             f"step() of a {type(optimizer).__name__} that is not boosted, over parameters of a boosted model: gradients"
             " are reduced over ranks for boosted optimizers only. Write model, optimizer, *_ = booster.boost(model,"
             " optimizer), and call step() of the returned one"
         )
+    if trained & _alive(_refused_of_criteria) and all(one.optim is not optimizer for one in list(_optimizers)):
+        raise ConfigError(
+            f"step() of a {type(optimizer).__name__} that is not boosted, over parameters of the criterion that was"
+            f" passed to boost(), and {TRAINED_CRITERION_ADVICE}. To average its gradients yourself, do not pass the"
+            " criterion to boost()"
+        )
+
+
+def _alive(refused: Mapping[ModelWrapper, list[weakref.ref[nn.Parameter]]]) -> set[int]:
+    return {id(one) for refs in list(refused.values()) for ref in refs if (one := ref()) is not None}

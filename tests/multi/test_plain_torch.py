@@ -76,6 +76,84 @@ def test_a_plain_optimizer_from_before_boost_that_was_kept_from_it(strategy):
         optimizer.step()
 
 
+class Scaled(torch.nn.Module):
+    """Criterion with a parameter that trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.temperature = torch.nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, outputs):
+        return ((outputs - 1) * self.temperature).square().mean()
+
+
+class WithLoss(torch.nn.Module):
+    """Model whose forward returns the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.model, self.criterion = perceptron(), Scaled()
+
+    def forward(self, inputs):
+        return self.criterion(self.model(inputs))
+
+
+@pytest.mark.parametrize("strategy", [name for name in FP32 if name != "hybrid_tp"])
+@distributed(2)
+def test_a_plain_optimizer_of_the_parameters_of_the_criterion_is_an_error(strategy):
+    booster, model, criterion = FP32[strategy](), perceptron(), Scaled().to(FP32[strategy]().device)
+    plain = sgd(criterion.parameters())
+    model, optimizer, criterion, *_ = booster.boost(model, sgd(model.parameters()), criterion)
+    booster.backward(criterion(model(batch(0))), optimizer)
+    optimizer.step()
+    with pytest.raises(
+        ConfigError, match=r"parameters of the criterion .* make the criterion a submodule of the model"
+    ):
+        plain.step()
+    sgd(Scaled().parameters()).step()  # one that was not passed to boost()
+
+
+@distributed(2)
+def test_a_criterion_that_is_boosted_itself():
+    booster, model, criterion = Booster(plugin=TorchDDPPlugin()), perceptron(), Scaled()
+    plain = criterion.to(booster.device)
+    optimizers = [sgd(model.parameters()), sgd(plain.parameters())]
+    criterion, optimizers[1], *_ = booster.boost(plain, optimizers[1])
+    model, optimizers[0], *_ = booster.boost(model, optimizers[0], plain)
+    booster.backward(criterion(model(batch(0))), optimizers[0])
+    for optimizer in optimizers:
+        optimizer.step()
+    assert plain.temperature.item() != 2.0
+
+
+@distributed(2)
+def test_a_criterion_that_is_a_submodule_trains_as_in_one_process():
+    booster, model = Booster(plugin=TorchDDPPlugin()), WithLoss()
+    serial = WithLoss().to(booster.device)
+    serial_optimizer = sgd(serial.parameters())
+    model, optimizer, *_ = booster.boost(model, sgd(model.parameters()))
+    for step in range(3):
+        booster.backward(model(batch(step).chunk(2)[booster.rank]), optimizer)
+        serial(batch(step)).backward()
+        for one in (optimizer, serial_optimizer):
+            one.step()
+            one.zero_grad()
+    torch.testing.assert_close(model.get_parameter("criterion.temperature"), serial.criterion.temperature)
+
+
+def test_the_parameters_of_a_criterion_on_one_device():
+    model, criterion = perceptron(), Scaled()
+    optimizer = sgd([*model.parameters(), *criterion.parameters()])
+    with pytest.raises(ConfigError, match=r"are the criterion's, not the model's .* make the criterion a submodule"):
+        Booster(device="cpu").boost(model, optimizer, criterion)
+    booster = Booster(device="cpu")
+    plain = sgd(criterion.parameters())
+    model, optimizer, boosted, *_ = booster.boost(model, sgd(model.parameters()), criterion)
+    booster.backward(boosted(model(batch(0))), optimizer)
+    plain.step()  # right without averaging and loss scale
+    assert criterion.temperature.item() != 2.0
+
+
 @pytest.mark.parametrize("clipping", CLIPPING)
 @pytest.mark.parametrize("strategy", [*SHARDED, "hybrid_tp"])
 @distributed(2)

@@ -26,6 +26,11 @@ def _meta() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters())
 
 
+def _with_criterion(model: nn.Module) -> tuple[Any, ...]:
+    criterion = nn.Bilinear(3, 3, 1)
+    return model, torch.optim.AdamW([*model.parameters(), *criterion.parameters()]), criterion
+
+
 # What boost() is given: a name, and the arguments made of a right model and optimizer.
 _BOOSTS: dict[str, Callable[[Any, Any], tuple[Any, ...]]] = {
     "a list for a model": lambda model, _: ([model],),
@@ -36,6 +41,7 @@ _BOOSTS: dict[str, Callable[[Any, Any], tuple[Any, ...]]] = {
     "a class for an optimizer": lambda model, _: (model, torch.optim.AdamW),
     "parameters for an optimizer": lambda model, _: (model, model.parameters()),
     "another model's optimizer": lambda model, _: (model, pair()[1]),
+    "an optimizer of a criterion's parameters": lambda model, _: _with_criterion(model),
     "a number for a criterion": lambda model, optimizer: (model, optimizer, 0.5),
     "a dataset for a loader": lambda model, optimizer: (model, optimizer, None, batches()),
     "another optimizer's scheduler": lambda model, optimizer: (model, optimizer, None, None, StepLR(pair()[1], 1)),
