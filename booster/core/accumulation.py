@@ -111,11 +111,18 @@ class AccumulationState:
         return self.num_backwards > 0 and not self.has_stepped
 
     def count_backward(self, num_items: float | None) -> None:
-        """Record one backward() call.
+        """Record one backward() call, whose gradients are scaled.
 
         Raises:
-            ConfigError: `num_items` is given for some backward() calls of the accumulation only, or is negative.
+            ConfigError: The gradients before are unscaled, or `num_items` is negative, or given for some backward()
+                calls of the accumulation only.
         """
+        if self.is_unscaled and self.was_unscaled:
+            raise ConfigError(
+                "backward() after the gradients of this step were unscaled or averaged (by clip, norm or step()): the"
+                " new ones cannot be added to them. Call optimizer.zero_grad() after step(), and clip after the last"
+                " backward()"
+            )
         if self.num_backwards > 0 and (num_items is None) != (self.num_items is None):
             raise ConfigError(
                 f"backward() got num_items={num_items} after calls {'with' if num_items is None else 'without'} it"
@@ -130,6 +137,8 @@ class AccumulationState:
                 )
             self.num_items = (self.num_items or 0.0) + float(num_items)
         self.num_backwards += 1
+        self.is_unscaled = self.has_stepped = False
+        self.norm = None
 
     def unscale_factor(self, loss_scale: float, group: dist.ProcessGroup | None) -> float:
         """Return the factor that unscales the gradients.

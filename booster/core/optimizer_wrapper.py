@@ -64,8 +64,14 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         model: Boosted model whose parameters it updates.
         data_parallel_group: Group over which the plugin averages gradients; optional, defaults to the world.
         is_primary: True on exactly one of the ranks that hold the same optimizer states.
+
+    Attributes:
+        num_steps: Number of steps since boost(), including skipped ones.
+        num_microbatches: Number of microbatches of `Booster.accumulate` since the last step.
     """
 
+    num_steps = 0
+    num_microbatches = 0
     _is_stepping = False
     _num_own_step_hooks = 0
 
@@ -77,7 +83,7 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         data_parallel_group: dist.ProcessGroup | None = None,
         is_primary: bool = True,
     ) -> None:
-        # Optimizer.__init__ is not called: it would make a second set of groups and states.
+        # Optimizer.__init__ is not called: it would make a second set of groups, states and hooks.
         self.optim = optim
         self.model = model
         self.data_parallel_group = data_parallel_group
@@ -86,12 +92,10 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         self.master_weights: Fp32MasterWeights | None = None
         self.step_was_skipped = False
         self.num_skipped_steps = 0
-        self._num_steps = 0
         self._accumulation = AccumulationState()
         self._defers_step = False
         self._is_last_microbatch = False
         self._counts_next_backward = self._has_failed = False
-        self._num_microbatches = 0
         self._last_norm: torch.Tensor | None = None
         self._gradient_hooks: list[Callable[[Sequence[torch.Tensor]], None]] = []
         self._step_hooks: list[Callable[[], None]] = []
@@ -164,19 +168,10 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
     def _begin_accumulation(self, num_items: float | None) -> None:
         if self._accumulation.is_unscaled and not self._has_gradients():
             self._accumulation = AccumulationState()  # the user cleared the gradients by model.zero_grad() or directly
-        if self._accumulation.is_unscaled and self._accumulation.was_unscaled:
-            raise ConfigError(
-                "backward() after the gradients of this step were unscaled or averaged (by clip, norm or step()): the"
-                " new ones cannot be added to them. Call optimizer.zero_grad() after step(), and clip after the last"
-                " backward()"
-            )
+        self._accumulation.count_backward(num_items)
         if self._accumulation.grad_factor != 1.0:
             multiply(self._gradients(), 1.0 / self._accumulation.grad_factor)
             self._accumulation.grad_factor = 1.0
-        self._accumulation.is_unscaled = False
-        self._accumulation.has_stepped = False
-        self._accumulation.norm = None
-        self._accumulation.count_backward(num_items)
         if self._counts_next_backward:  # a microbatch may have several backward() calls, and counts once
             self._accumulation.num_averaged += 1
             self._counts_next_backward = False
@@ -186,7 +181,7 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
 
         A further backward() of the same microbatch reverts it, see `_begin_accumulation`.
         """
-        if self._uses_param_grads():
+        if self.loss_scaler is None and not self._has_copies():
             self._accumulation.grad_factor = self._accumulation.unscale_factor(1.0, self.data_parallel_group)
             if self._accumulation.grad_factor != 1.0:
                 multiply(self._gradients(), self._accumulation.grad_factor)
@@ -200,7 +195,7 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         Args:
             is_last: If True, this microbatch ends the accumulation: `clip_*` and `step` take effect.
         """
-        self._num_microbatches += 1
+        self.num_microbatches += 1
         self._defers_step = not is_last
         self._is_last_microbatch = is_last
         self._counts_next_backward, self._has_failed = True, False
@@ -212,17 +207,7 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         finally:
             self._defers_step = self._is_last_microbatch = self._counts_next_backward = False
             if is_last:
-                self._num_microbatches = 0
-
-    @property
-    def num_steps(self) -> int:
-        """Number of steps since boost(), including skipped ones."""
-        return self._num_steps
-
-    @property
-    def num_microbatches(self) -> int:
-        """Number of microbatches of `Booster.accumulate` since the last step."""
-        return self._num_microbatches
+                self.num_microbatches = 0
 
     # Clipping.
 
@@ -295,7 +280,13 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
 
         In a gradient hook they are the unscaled ones of the step.
         """
-        return self._named_gradients()
+        is_scaled = self._accumulation.factors is not None
+        names = {id(one): self.model.logical_name(name) for name, one in self.model.named_parameters()}
+        for parameter in self._optimized_parameters():
+            model_parameter = self.model_parameter(parameter)
+            gradient = model_parameter.grad if is_scaled else parameter.grad
+            if gradient is not None:
+                yield names.get(id(model_parameter), "a parameter outside of the model"), gradient
 
     def register_step_hook(self, hook: Callable[[], None]) -> None:
         """Register `hook()`, called on every rank at the end of every step, also of a skipped one."""
@@ -359,9 +350,9 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         """Record that the step is done or skipped; the last call of every `step` that is not deferred."""
         self._accumulation.has_stepped = True
         if not self._is_last_microbatch:  # else the block ends the accumulation
-            self._num_microbatches = 0
-        self._num_steps += 1
-        end_step(self, self._num_steps)
+            self.num_microbatches = 0
+        self.num_steps += 1
+        end_step(self, self.num_steps)
         for hook in self._step_hooks:
             hook()
 
@@ -391,10 +382,10 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
             set_to_none: If True, gradients are set to None, else to zero; optional, defaults to True, or to the
                 attribute `set_grad_none` of optimizers such as LAMB.
         """
-        if self._is_accumulating and not self._has_failed:
-            return
         if self._has_failed:
-            self._num_microbatches, self._has_failed = 0, False
+            self.num_microbatches, self._has_failed = 0, False
+        elif self._accumulation.num_averaged > 0 and self._accumulation.is_open:  # of accumulate(), without a step
+            return
         if set_to_none is None:
             set_to_none = getattr(self.optim, "set_grad_none", True)
         self._clear_gradients(set_to_none)
@@ -414,11 +405,6 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
                 _clear_gradient(parameter, set_to_none)
         self.zero_grad(set_to_none)
 
-    @property
-    def _is_accumulating(self) -> bool:
-        """Whether `Booster.accumulate` has accumulated gradients without a step."""
-        return self._accumulation.num_averaged > 0 and self._accumulation.is_open
-
     # Unscaling; see Note [Accumulation] and Note [Fused unscaling].
 
     def _unscale_gradients(self) -> None:
@@ -427,14 +413,18 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         if self._accumulation.num_backwards == 0:
             self._check_no_plain_backward()
             return
-        gradients = [] if self._needs_no_unscaling() else self._reduce_and_unscale()
-        self._accumulation.is_unscaled = True
+        accumulation = self._accumulation
+        # The step of a plain fp32 loop would traverse the gradients and change none.
+        is_plain = self.loss_scaler is None and not self._gradient_hooks and not self._has_copies()
+        needs_none = is_plain and accumulation.num_items is None and accumulation.num_averaged <= 1
+        gradients = [] if needs_none else self._reduce_and_unscale()
+        accumulation.is_unscaled = True
         for hook in self._gradient_hooks:
             hook(gradients)
         if self._gradient_hooks:
             self._on_gradients_changed()
         for observer in current_thread.state.observers:
-            observer.on_gradients(self, self._named_gradients)
+            observer.on_gradients(self, self.named_gradients)
 
     def _reduce_and_unscale(self) -> list[torch.Tensor]:
         accumulation = self._accumulation
@@ -453,12 +443,6 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         accumulation.was_unscaled = has_changed or self.master_weights is not None
         return gradients
 
-    def _needs_no_unscaling(self) -> bool:
-        """Whether unscaling would traverse the gradients and change none: the step of a plain fp32 loop."""
-        accumulation = self._accumulation
-        is_plain = self.loss_scaler is None and self.master_weights is None and not self._gradient_hooks
-        return is_plain and accumulation.num_items is None and accumulation.num_averaged <= 1
-
     def _check_no_plain_backward(self) -> None:
         if (self.loss_scaler is not None or self.master_weights is not None) and self._has_gradients():
             raise ConfigError(
@@ -468,7 +452,7 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
 
     def _can_fuse_unscaling(self) -> bool:
         """Whether the step itself may multiply the gradients; see Note [Fused unscaling]."""
-        return self._fused_update is not None and self.master_weights is not None and not self._has_hooks()
+        return self._fused_update is not None and self._has_copies() and not self._has_hooks()
 
     def _has_hooks(self) -> bool:
         """Whether the user's hooks read unscaled gradients, or may write weights after the update."""
@@ -506,22 +490,12 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
     def _model_parameters(self) -> list[nn.Parameter]:
         return [self.model_parameter(parameter) for parameter in self._optimized_parameters()]
 
-    def _named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield this rank's gradients with the user's names of their parameters."""
-        is_scaled = self._accumulation.factors is not None
-        names = {id(one): self.model.logical_name(name) for name, one in self.model.named_parameters()}
-        for parameter in self._optimized_parameters():
-            model_parameter = self.model_parameter(parameter)
-            gradient = model_parameter.grad if is_scaled else parameter.grad
-            if gradient is not None:
-                yield names.get(id(model_parameter), "a parameter outside of the model"), gradient
-
     def _has_complete_gradients(self) -> bool:
         """Whether a step would use gradients that no step has used: not between microbatches of an accumulation.
 
         Collective if ranks hold shards.
         """
-        is_incomplete = self._defers_step or (self._num_microbatches > 0 and not self._is_last_microbatch)
+        is_incomplete = self._defers_step or (self.num_microbatches > 0 and not self._is_last_microbatch)
         if is_incomplete or self._accumulation.has_stepped:
             return False
         return self._accumulation.num_backwards > 0 or self._any_rank([self._has_gradients()])[0]
@@ -582,10 +556,10 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         if not (inspect.isroutine(value) or isinstance(value, functools.partial)):
             return value
 
+        @functools.wraps(value)
         def call(*args: Any, **kwargs: Any) -> Any:
             return self._call_user_method(functools.partial(value, *args, **kwargs))
 
-        functools.update_wrapper(call, value)
         return call
 
     def _call_user_method(self, method: Callable[[], Any]) -> Any:
@@ -693,7 +667,7 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
     def restore_accumulation(self, accumulation: AccumulationState, num_microbatches: int) -> None:
         """Restore the state of an accumulation; the caller fills the gradients."""
         self._accumulation = accumulation
-        self._num_microbatches = num_microbatches
+        self.num_microbatches = num_microbatches
 
     window = DeprecatedAlias("accumulation")
     restore_window = DeprecatedAlias("restore_accumulation")
@@ -782,12 +756,8 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         """Return for each flag whether it is True on any rank. Collective if ranks may differ."""
         return list(flags)
 
-    def _uses_param_grads(self) -> bool:
-        """Whether the optimizer uses the gradients that backward() leaves in `p.grad`."""
-        return self.loss_scaler is None and self.master_weights is None
-
     def _has_copies(self) -> bool:
-        """Whether the model computes with copies of the optimizer's parameters."""
+        """Whether the model computes with copies of the optimizer's parameters, which have other gradients."""
         return self.master_weights is not None
 
     def _fetch_weights(self) -> None:
@@ -809,18 +779,3 @@ def _clear_gradient(parameter: nn.Parameter, set_to_none: bool) -> None:
         parameter.grad = None
     else:
         parameter.grad = parameter.grad.detach().zero_()
-
-
-def _forward_to_user(name: str) -> Callable[..., Any]:
-    def method(self: OptimizerWrapper, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.optim, name)(*args, **kwargs)
-
-    method.__name__ = name
-    method.__doc__ = f"Call the user's optimizer's `{name}`."
-    return method
-
-
-# The inherited versions would write into hook tables that the user's optimizer never reads.
-for _event in ("step", "state_dict", "load_state_dict"):
-    for _name in (f"register_{_event}_pre_hook", f"register_{_event}_post_hook"):
-        setattr(OptimizerWrapper, _name, _forward_to_user(_name))

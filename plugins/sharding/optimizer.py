@@ -262,9 +262,6 @@ class ShardedOptimizer(OptimizerWrapper):
         self._shard_unfrozen()
         super()._begin_accumulation(num_items)
 
-    def _needs_no_unscaling(self) -> bool:
-        return False  # gradients are neither reduced nor averaged yet
-
     def _unscale_gradients(self) -> None:
         accumulation = self._accumulation
         may_have_others = not accumulation.is_unscaled and accumulation.num_backwards == 0 and self.loss_scaler is None
@@ -305,9 +302,6 @@ class ShardedOptimizer(OptimizerWrapper):
             )
         raise_on_all_ranks(error, self.data_parallel_group)
 
-    def _can_fuse_unscaling(self) -> bool:
-        return self._fused_update is not None and not self._has_hooks()
-
     def _gradients(self) -> list[torch.Tensor]:
         # Gradients of the shards, scaled or not.
         return [parameter.grad for parameter in self._optimized_parameters() if parameter.grad is not None]
@@ -327,7 +321,7 @@ class ShardedOptimizer(OptimizerWrapper):
                 found += [parameter.grad] if shard is None else shard.owned(parameter.grad)
         return found
 
-    def _named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         self._wait_for_gradients()
         for parameter in self._optimized_parameters():
             if parameter.grad is not None:
@@ -456,9 +450,6 @@ class ShardedOptimizer(OptimizerWrapper):
 
     def _has_copies(self) -> bool:
         return True
-
-    def _uses_param_grads(self) -> bool:
-        return False
 
     def _holds_any(self, parameters: frozenset[int]) -> bool:
         whole = (one for group in self.logical_groups for _, one in group)
