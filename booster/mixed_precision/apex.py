@@ -21,7 +21,7 @@ from booster.validation import is_non_nan_number
 
 from .autocast import AutocastMixedPrecision, check_no_float16_weights
 from .fp16 import OriginalWeights, attach_masters, cast_floats, cast_weights, low_precision_to_fp32
-from .loss_scaler import ConstantLossScaler, DynamicLossScaler
+from .loss_scaler import ConstantLossScaler, DynamicLossScaler, LossScaleConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,4 +282,5 @@ class FP16ApexMixedPrecision(MixedPrecision):
         if not isinstance(scale, str):
             return None if scale == 1.0 else ConstantLossScaler(scale)
         initial = max(min(2.0**16, high), 0.0 if low is None else low)
-        return DynamicLossScaler(initial, 2.0, 0.5, 2000, min_scale=low, max_scale=high, report=self._report)
+        config = LossScaleConfig(initial, 2.0, 0.5, 2000, min_scale=low, max_scale=high)
+        return DynamicLossScaler(config, self._report)

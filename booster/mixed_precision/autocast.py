@@ -16,7 +16,7 @@ from booster.errors import ConfigError
 from booster.interface import LossScaler, MixedPrecision
 
 from .fp16 import low_precision_to_fp32
-from .loss_scaler import LossScaleConfig
+from .loss_scaler import DynamicLossScaler, LossScaleConfig
 
 
 class AutocastMixedPrecision(MixedPrecision):
@@ -104,7 +104,7 @@ class FP16TorchMixedPrecision(AutocastMixedPrecision):
 
     def new_loss_scaler(self) -> LossScaler | None:
         """Create a loss scaler for one optimizer."""
-        return self._loss_scale.new_scaler()
+        return DynamicLossScaler(self._loss_scale)
 
     def config_fingerprint(self) -> list[str]:
         return [*super().config_fingerprint(), *self._loss_scale.fingerprint]

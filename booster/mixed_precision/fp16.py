@@ -20,7 +20,7 @@ from booster.logger import log_rank_zero
 from booster.pytree import map_tensors
 from booster.validation import check_flag
 
-from .loss_scaler import LossScaleConfig
+from .loss_scaler import DynamicLossScaler, LossScaleConfig
 
 OriginalWeights: TypeAlias = dict[nn.Parameter, torch.Tensor]
 """Full fp32 values of parameters from before they were cast."""
@@ -184,7 +184,7 @@ class FP16NaiveMixedPrecision(MixedPrecision):
         if optimizer is None:
             return model, optimizer, criterion
         attach_masters(model, optimizer, prepared)
-        optimizer.loss_scaler = self._loss_scale.new_scaler(self._report)
+        optimizer.loss_scaler = DynamicLossScaler(self._loss_scale, self._report)
         if self._counts_zeros:
             optimizer.register_gradient_hook(self._count_zeros)
         return model, optimizer, criterion

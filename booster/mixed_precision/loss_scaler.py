@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from booster.errors import CheckpointError, ConfigError
@@ -13,6 +13,42 @@ from booster.validation import is_count, is_non_nan_number
 
 # The smallest scale whose reciprocal is finite in fp32.
 _SMALLEST_SCALE = 2.0**-126
+
+
+@dataclass(frozen=True, slots=True)
+class LossScaleConfig:
+    """Numbers of a `DynamicLossScaler`.
+
+    Attributes:
+        initial_scale: Initial scale.
+        growth_factor: Factor of the scale after `growth_interval` clean steps; above 1.
+        backoff_factor: Factor of the scale after an overflow; between 0 and 1.
+        growth_interval: Number of consecutive clean steps before the scale grows.
+        hysteresis: Number of overflows before the scale is reduced.
+        min_scale: Lower limit; optional, defaults to the smallest fp32 number with a finite reciprocal.
+        max_scale: Upper limit; optional, defaults to the range of fp32.
+    """
+
+    initial_scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    hysteresis: int = 1
+    min_scale: float | None = None
+    max_scale: float | None = None
+
+    @property
+    def fingerprint(self) -> list[str]:
+        """Settings that must be the same on all ranks, so that they skip the same steps."""
+        return [f"{name}={getattr(self, name)!r}" for name in self.__slots__]
+
+    def check(self) -> None:
+        """Raise `ConfigError` if a number is out of range."""
+        _check_scale("initial_scale", self.initial_scale)
+        _check_factors(self.growth_factor, self.backoff_factor)
+        _check_count("growth_interval", self.growth_interval)
+        _check_count("hysteresis", self.hysteresis)
+        _check_limits(self.initial_scale, self.min_scale, self.max_scale)
 
 
 class DynamicLossScaler:
@@ -24,44 +60,20 @@ class DynamicLossScaler:
     scale is rounded to fp32 after each change. The state is on the host.
 
     Args:
-        initial_scale: Initial scale.
-        growth_factor: Factor of the scale after `growth_interval` clean steps; above 1.
-        backoff_factor: Factor of the scale after an overflow; between 0 and 1.
-        growth_interval: Number of consecutive clean steps before the scale grows.
-        hysteresis: Number of overflows before the scale is reduced.
-        min_scale: Lower limit; optional, defaults to the smallest fp32 number with a finite reciprocal.
-        max_scale: Upper limit; optional, defaults to the range of fp32.
+        config: Numbers of the scale.
         report: Callable that receives one line when a step is skipped or the scale grows.
 
     Raises:
         ConfigError: A number is out of range.
     """
 
-    def __init__(
-        self,
-        initial_scale: float,
-        growth_factor: float,
-        backoff_factor: float,
-        growth_interval: int,
-        hysteresis: int = 1,
-        min_scale: float | None = None,
-        max_scale: float | None = None,
-        *,
-        report: Callable[[str], None] | None = None,
-    ) -> None:
-        _check_scale("initial_scale", initial_scale)
-        _check_factors(growth_factor, backoff_factor)
-        _check_count("growth_interval", growth_interval)
-        _check_count("hysteresis", hysteresis)
-        _check_limits(initial_scale, min_scale, max_scale)
-        self.growth_factor = float(growth_factor)
-        self.backoff_factor = float(backoff_factor)
-        self.growth_interval = growth_interval
-        self.hysteresis = hysteresis
-        self.min_scale = max(_SMALLEST_SCALE, _SMALLEST_SCALE if min_scale is None else float(min_scale))
-        self.max_scale = math.inf if max_scale is None else float(max_scale)
+    def __init__(self, config: LossScaleConfig, report: Callable[[str], None] | None = None) -> None:
+        config.check()
+        self._config = config
+        self.min_scale = max(_SMALLEST_SCALE, float(config.min_scale or 0.0))
+        self.max_scale = math.inf if config.max_scale is None else float(config.max_scale)
         self._report = report
-        self._scale = self._clamp(float(initial_scale))
+        self._scale = self._clamp(float(config.initial_scale))
         self._num_clean_steps = 0
         self._num_overflows = 0
 
@@ -79,9 +91,9 @@ class DynamicLossScaler:
         before = self._scale
         if found_nonfinite:
             self._num_clean_steps = 0
-            self._num_overflows = min(self._num_overflows + 1, self.hysteresis)
-            if self._num_overflows >= self.hysteresis:
-                self._scale = self._clamp(self._scale * self.backoff_factor)
+            self._num_overflows = min(self._num_overflows + 1, self._config.hysteresis)
+            if self._num_overflows >= self._config.hysteresis:
+                self._scale = self._clamp(self._scale * self._config.backoff_factor)
         else:
             self._count_clean_step()
         if self._report is None or not (found_nonfinite or self._scale != before):
@@ -118,19 +130,19 @@ class DynamicLossScaler:
     def _why_unchanged(self) -> str:
         if self._scale <= self.min_scale:
             return "it is the smallest allowed (min_scale)"
-        missing = self.hysteresis - self._num_overflows
+        missing = self._config.hysteresis - self._num_overflows
         if missing > 0:
             lower = "overflow lowers" if missing == 1 else "overflows lower"
-            return f"{missing} more {lower} it (hysteresis={self.hysteresis})"
-        return f"backoff_factor={self.backoff_factor!r} is too near to 1 to lower it in fp32"
+            return f"{missing} more {lower} it (hysteresis={self._config.hysteresis})"
+        return f"backoff_factor={self._config.backoff_factor!r} is too near to 1 to lower it in fp32"
 
     def _count_clean_step(self) -> None:
         self._num_clean_steps += 1
-        if self._num_clean_steps < self.growth_interval:
+        if self._num_clean_steps < self._config.growth_interval:
             return
         self._num_clean_steps = 0
         self._num_overflows = 0
-        grown = self._clamp(self._scale * self.growth_factor)
+        grown = self._clamp(self._scale * self._config.growth_factor)
         if math.isfinite(grown):
             self._scale = grown
 
@@ -216,33 +228,3 @@ def _check_state(state: Mapping[str, Any]) -> None:
         f"{dict(state)!r} is not a loss scaler's state, which has a positive scale and two counts: load"
         " optimizer.state_dict()['loss_scaler']"
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossScaleConfig:
-    """Arguments of `DynamicLossScaler`."""
-
-    initial_scale: float
-    growth_factor: float
-    backoff_factor: float
-    growth_interval: int
-    hysteresis: int = 1
-    min_scale: float | None = None
-    max_scale: float | None = None
-
-    @property
-    def fingerprint(self) -> list[str]:
-        """Settings that must be the same on all ranks, so that they skip the same steps."""
-        return [f"{name}={getattr(self, name)!r}" for name in self.__slots__]
-
-    def check(self) -> None:
-        """Raise `ConfigError` if a number is out of range."""
-        self.new_scaler()
-
-    def new_scaler(self, report: Callable[[str], None] | None = None) -> DynamicLossScaler:
-        """Create a scaler for one optimizer.
-
-        Args:
-            report: Callable that receives one line when a step is skipped or the scale grows.
-        """
-        return DynamicLossScaler(**asdict(self), report=report)

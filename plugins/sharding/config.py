@@ -99,7 +99,7 @@ class ShardedConfig(PluginConfig):
 
 def new_loss_scaler(arguments: LossScaleConfig, *, verbose: bool) -> DynamicLossScaler:
     """Return a loss scaler that logs on rank 0: every skipped step and change, or only the first skipped step."""
-    return arguments.new_scaler(log_rank_zero if verbose else _report_first_skip())
+    return DynamicLossScaler(arguments, log_rank_zero if verbose else _report_first_skip())
 
 
 def _report_first_skip() -> Callable[[str], None]:

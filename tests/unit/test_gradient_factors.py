@@ -9,7 +9,7 @@ from torch import nn
 
 from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.mixed_precision.fp16 import Fp32MasterWeights
-from booster.mixed_precision.loss_scaler import ConstantLossScaler, DynamicLossScaler
+from booster.mixed_precision.loss_scaler import ConstantLossScaler, DynamicLossScaler, LossScaleConfig
 
 
 class PlainSGD(torch.optim.SGD):
@@ -89,8 +89,9 @@ def test_masters_of_low_precision(case):
 
 def test_an_overflow_skips_the_step():
     factors = (1.0, float("inf"), 1.0, 1.0)
-    ours, _, optimizer = run(FusedSGD, scaler=DynamicLossScaler(2.0**8, 2.0, 0.5, 100), clip=(0.1,), factors=factors)
-    theirs, _, _ = run(PlainSGD, scaler=DynamicLossScaler(2.0**8, 2.0, 0.5, 100), clip=(0.1,), factors=factors)
+    config = LossScaleConfig(2.0**8, 2.0, 0.5, 100)
+    ours, _, optimizer = run(FusedSGD, scaler=DynamicLossScaler(config), clip=(0.1,), factors=factors)
+    theirs, _, _ = run(PlainSGD, scaler=DynamicLossScaler(config), clip=(0.1,), factors=factors)
     assert optimizer.num_skipped_steps == 1
     assert optimizer.optim.num_fused == 3
     assert all(torch.allclose(one.float(), other.float(), rtol=1e-2) for one, other in zip(ours, theirs, strict=True))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from booster.errors import CheckpointError, ConfigError
-from booster.mixed_precision.loss_scaler import ConstantLossScaler, DynamicLossScaler
+from booster.mixed_precision.loss_scaler import ConstantLossScaler, DynamicLossScaler, LossScaleConfig
 
 
 def torch_scales(overflows, **settings):
@@ -37,7 +37,7 @@ def torch_scales(overflows, **settings):
 def test_equals_torch_grad_scaler(settings):
     draw = random.Random(0)
     overflows = [draw.random() < 0.2 for _ in range(100)]
-    scaler = DynamicLossScaler(*settings.values())
+    scaler = DynamicLossScaler(LossScaleConfig(*settings.values()))
     scales = []
     for overflow in overflows:
         scaler.update(overflow)
@@ -56,17 +56,17 @@ def scales_after(scaler, events):
 
 
 def test_hysteresis_forgives_the_first_overflows():
-    scaler = DynamicLossScaler(64, 2, 0.5, 4, hysteresis=3)
+    scaler = DynamicLossScaler(LossScaleConfig(64, 2, 0.5, 4, hysteresis=3))
     assert scales_after(scaler, "xxxx") == [64, 64, 32, 16]
 
 
 def test_hysteresis_is_not_renewed_by_a_few_clean_steps():
-    scaler = DynamicLossScaler(64, 2, 0.5, 4, hysteresis=2)
+    scaler = DynamicLossScaler(LossScaleConfig(64, 2, 0.5, 4, hysteresis=2))
     assert scales_after(scaler, "x...x.x") == [64, 64, 64, 64, 32, 32, 16]
 
 
 def test_hysteresis_is_renewed_by_a_clean_growth_interval():
-    scaler = DynamicLossScaler(64, 2, 0.5, 2, hysteresis=2)
+    scaler = DynamicLossScaler(LossScaleConfig(64, 2, 0.5, 2, hysteresis=2))
     assert scales_after(scaler, "xx..xx") == [64, 32, 32, 64, 64, 32]
 
 
@@ -86,32 +86,32 @@ def test_an_overflow_that_changes_nothing_is_reported_with_why(events, settings,
     """A report of "64 -> 64" looks as if the scaler had failed."""
     told = []
     numbers = {"growth_factor": 2, "backoff_factor": 0.5, "growth_interval": 2, **settings}
-    scales_after(DynamicLossScaler(64, **numbers, report=told.append), events)
+    scales_after(DynamicLossScaler(LossScaleConfig(64, **numbers), told.append), events)
     assert expected.format("a gradient overflowed and the step was skipped") in told[-1]
 
 
 def test_limits():
-    scaler = DynamicLossScaler(8, 4, 0.25, 1, min_scale=4, max_scale=16)
+    scaler = DynamicLossScaler(LossScaleConfig(8, 4, 0.25, 1, min_scale=4, max_scale=16))
     assert scales_after(scaler, "..xx") == [16, 16, 4, 4]
 
 
 def test_never_zero_and_never_infinite():
-    falling = DynamicLossScaler(1, 2, 2.0**-60, 1)
+    falling = DynamicLossScaler(LossScaleConfig(1, 2, 2.0**-60, 1))
     scales_after(falling, "xxxx")
     assert falling.scale == 2.0**-126
     assert math.isfinite(1 / falling.scale)
-    rising = DynamicLossScaler(2.0**100, 2.0**20, 0.5, 1)
+    rising = DynamicLossScaler(LossScaleConfig(2.0**100, 2.0**20, 0.5, 1))
     assert scales_after(rising, "..") == [2.0**120, 2.0**120]
 
 
 def test_state_goes_on_exactly():
     events = "..x.x...xx......x.xxx....."
     for cut in range(len(events)):
-        whole = DynamicLossScaler(1000.1, 1.3, 0.7, 3, hysteresis=2)
+        whole = DynamicLossScaler(LossScaleConfig(1000.1, 1.3, 0.7, 3, hysteresis=2))
         expected = scales_after(whole, events)
-        first = DynamicLossScaler(1000.1, 1.3, 0.7, 3, hysteresis=2)
+        first = DynamicLossScaler(LossScaleConfig(1000.1, 1.3, 0.7, 3, hysteresis=2))
         scales_after(first, events[:cut])
-        second = DynamicLossScaler(5, 1.3, 0.7, 3, hysteresis=2)
+        second = DynamicLossScaler(LossScaleConfig(5, 1.3, 0.7, 3, hysteresis=2))
         second.load_state_dict(first.state_dict())
         assert second.state_dict() == first.state_dict()
         assert scales_after(second, events[cut:]) == expected[cut:]
@@ -119,8 +119,8 @@ def test_state_goes_on_exactly():
 
 
 def test_loaded_scale_stays_within_the_limits():
-    wide = DynamicLossScaler(2.0**30, 2, 0.5, 1)
-    narrow = DynamicLossScaler(16, 2, 0.5, 1, max_scale=64)
+    wide = DynamicLossScaler(LossScaleConfig(2.0**30, 2, 0.5, 1))
+    narrow = DynamicLossScaler(LossScaleConfig(16, 2, 0.5, 1, max_scale=64))
     narrow.load_state_dict(wide.state_dict())
     assert narrow.scale == 64
 
@@ -135,7 +135,7 @@ def test_constant_scale():
 
 
 def test_dynamic_and_constant_states_load_into_each_other():
-    dynamic, constant = DynamicLossScaler(256, 2, 0.5, 1), ConstantLossScaler(8)
+    dynamic, constant = DynamicLossScaler(LossScaleConfig(256, 2, 0.5, 1)), ConstantLossScaler(8)
     dynamic.load_state_dict(constant.state_dict())
     assert dynamic.scale == 256
     constant.load_state_dict(dynamic.state_dict())
@@ -154,7 +154,7 @@ def test_dynamic_and_constant_states_load_into_each_other():
     ],
 )
 def test_foreign_states_are_refused(state):
-    for scaler in (DynamicLossScaler(4, 2, 0.5, 1), ConstantLossScaler(4)):
+    for scaler in (DynamicLossScaler(LossScaleConfig(4, 2, 0.5, 1)), ConstantLossScaler(4)):
         with pytest.raises(CheckpointError, match="not a loss scaler's state"):
             scaler.load_state_dict(state)
         assert scaler.scale == 4
@@ -184,12 +184,12 @@ def test_foreign_states_are_refused(state):
 def test_bad_numbers_are_refused(arguments, named):
     good = {"initial_scale": 8, "growth_factor": 2, "backoff_factor": 0.5, "growth_interval": 1}
     with pytest.raises(ConfigError, match=named):
-        DynamicLossScaler(**good | arguments)
+        DynamicLossScaler(LossScaleConfig(**good | arguments))
 
 
 def test_reports_skips_and_changes_only():
     lines = []
-    scaler = DynamicLossScaler(8, 2, 0.5, 2, hysteresis=2, report=lines.append)
+    scaler = DynamicLossScaler(LossScaleConfig(8, 2, 0.5, 2, hysteresis=2), lines.append)
     scales_after(scaler, "x.x..")
     assert len(lines) == 3
     assert "stays at 8" in lines[0]

@@ -11,7 +11,7 @@ from torch import nn
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.mixed_precision.fp16 import Fp32MasterWeights
-from booster.mixed_precision.loss_scaler import ConstantLossScaler, DynamicLossScaler
+from booster.mixed_precision.loss_scaler import ConstantLossScaler, DynamicLossScaler, LossScaleConfig
 
 
 def make(cls=torch.optim.AdamW, seed=0, scaler=None, **settings):
@@ -192,7 +192,7 @@ def test_num_items_without_accumulation_and_zero_in_one_call():
 
 
 def test_a_skipped_step_changes_nothing_but_the_scale():
-    scaler = DynamicLossScaler(2.0**10, 2.0, 0.5, 2)
+    scaler = DynamicLossScaler(LossScaleConfig(2.0**10, 2.0, 0.5, 2))
     model, optimizer, twin, plain = make(scaler=scaler)
     scales = []
     for overflow in (False, True, False, False):
@@ -217,7 +217,7 @@ def test_a_skipped_step_changes_nothing_but_the_scale():
 
 
 def test_a_step_unscales_by_the_scale_of_its_own_loss():
-    scaler = DynamicLossScaler(2.0, 2.0, 0.5, 1)  # grows after every step
+    scaler = DynamicLossScaler(LossScaleConfig(2.0, 2.0, 0.5, 1))  # grows after every step
     model, optimizer, twin, plain = make(torch.optim.SGD, scaler=scaler)
     for seed in range(4):
         optimizer.backward(loss_of(model, *data(seed=seed)))
@@ -251,7 +251,7 @@ def test_without_a_scaler_an_infinite_gradient_is_the_users_own():
 
 
 def test_a_second_step_in_one_window_does_not_move_the_scale_again():
-    scaler = DynamicLossScaler(2.0, 2.0, 0.5, 1)
+    scaler = DynamicLossScaler(LossScaleConfig(2.0, 2.0, 0.5, 1))
     model, optimizer, _, _ = make(scaler=scaler)
     optimizer.backward(loss_of(model, *data()))
     optimizer.step()
@@ -260,7 +260,7 @@ def test_a_second_step_in_one_window_does_not_move_the_scale_again():
 
 
 def test_step_without_backward_changes_nothing():
-    scaler = DynamicLossScaler(2.0, 2.0, 0.5, 1)
+    scaler = DynamicLossScaler(LossScaleConfig(2.0, 2.0, 0.5, 1))
     model, optimizer, twin, _ = make(scaler=scaler)
     optimizer.step()
     assert scaler.scale == 2.0
@@ -327,13 +327,13 @@ def test_gradient_hooks_see_true_gradients_once_a_window():
 
 
 def test_state_dict_holds_the_scaler_and_loads_back():
-    scaler = DynamicLossScaler(2.0**10, 2.0, 0.5, 2)
+    scaler = DynamicLossScaler(LossScaleConfig(2.0**10, 2.0, 0.5, 2))
     model, optimizer, _, _ = make(scaler=scaler)
     optimizer.backward(loss_of(model, *data()))
     optimizer.step()
     state = optimizer.state_dict()
     assert state["loss_scaler"] == scaler.state_dict()
-    _, other, _, _ = make(scaler=DynamicLossScaler(8.0, 2.0, 0.5, 2))
+    _, other, _, _ = make(scaler=DynamicLossScaler(LossScaleConfig(8.0, 2.0, 0.5, 2)))
     other.load_state_dict(state)
     assert other.loss_scaler.state_dict() == scaler.state_dict()
     assert "loss_scaler" in state, "what was given is not changed"
