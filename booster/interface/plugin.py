@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -21,7 +22,6 @@ from booster.deprecation import ConfigFingerprint
 from booster.errors import ConfigError
 
 from .checkpoint_io import CheckpointIO
-from .stage_manager import StageManager
 
 Boosted: TypeAlias = tuple[
     ModelWrapper,
@@ -31,6 +31,29 @@ Boosted: TypeAlias = tuple[
     LRScheduler | None,
 ]
 """Result of `Plugin.configure`: model, optimizer, criterion, dataloader, scheduler."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageManager:
+    """Place of this rank in the pipeline, with the methods of ColossalAI's class; by default the only stage.
+
+    Attributes:
+        stage: Index of the stage.
+        num_stages: Number of stages.
+        has_last_layer: If True, this rank computes the loss. With pp_style="zbv" that is stage 0.
+    """
+
+    stage: int = 0
+    num_stages: int = 1
+    has_last_layer: bool = True
+
+    def is_first_stage(self, ignore_chunk: bool = True) -> bool:
+        """Return whether this rank holds the model's first layer. `ignore_chunk` has no effect."""
+        return self.stage == 0
+
+    def is_last_stage(self, ignore_chunk: bool = True) -> bool:
+        """Return whether this rank holds the model's last layer. `ignore_chunk` has no effect."""
+        return self.has_last_layer
 
 
 class Plugin(ConfigFingerprint, ABC):

@@ -25,7 +25,7 @@ from .base import (
     init_step_counter,
     moment_dtype,
 )
-from .nvme_offload.settings import OffloadSettings
+from .nvme_offload.directory import OffloadSettings
 from .nvme_offload.states import DiskStates
 from .step import AdamStep
 
@@ -99,13 +99,6 @@ class AdamBase(CheckedOptimizer):
         check_non_negative(group, "eps")
         check_non_negative(group, "weight_decay")
         check_decay_rates(group, "betas", 2, example=(0.9, 0.999))
-
-    def _check_parameter(self, parameter: Tensor) -> None:
-        if parameter.is_complex():
-            raise ConfigError(
-                f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}, and complex parameters are not"
-                " supported: use torch.optim.AdamW, or torch.view_as_real"
-            )
 
     # Step.
 

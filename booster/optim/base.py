@@ -49,9 +49,13 @@ class CheckedOptimizer(DeprecatedOverrides, Optimizer):
     def _check_group(self, group: Mapping[str, Any]) -> None:
         """Raise ConfigError if a param group, defaults included, is invalid."""
 
-    @abstractmethod
     def _check_parameter(self, parameter: Tensor) -> None:
         """Raise ConfigError if a parameter is not supported."""
+        if parameter.is_complex():
+            raise ConfigError(
+                f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}, and {type(self).__name__}"
+                " does not support complex parameters: pass torch.view_as_real of them, or use torch.optim.AdamW"
+            )
 
     @abstractmethod
     def _check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -132,13 +136,6 @@ class OptimizerBase(CheckedOptimizer):
     def _state_shape(self, parameter: Tensor, key: str) -> tuple[int, ...] | None:
         """Return the shape of a state tensor, or None if `key` is not a state tensor of the parameter."""
         return tuple(parameter.shape) if key in self._moments else None
-
-    def _check_parameter(self, parameter: Tensor) -> None:
-        if parameter.is_complex():
-            raise ConfigError(
-                f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}, and {type(self).__name__}"
-                " does not support complex parameters: pass torch.view_as_real of them, or use torch.optim.AdamW"
-            )
 
     def use_shards(self, shards: Shards) -> None:
         """Set the shards that the param groups hold from now on; see `booster.interface.ShardAware`.

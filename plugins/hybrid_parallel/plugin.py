@@ -16,7 +16,7 @@ from booster.compatibility import takes_foreign
 from booster.core.plain_torch import refuse_plain_training
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
-from booster.interface.stage_manager import StageManager
+from booster.interface.plugin import StageManager
 from booster.logger import log_rank_zero
 from booster.moe.balance import balance_globally
 from booster.plugins.base import WrappedPair, check_memory_is_apart, refuse_quantized_weights

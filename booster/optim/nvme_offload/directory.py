@@ -1,4 +1,4 @@
-"""Scratch directory of this process, removed at exit."""
+"""Where optimizer states on disk are: the user's arguments, and a scratch directory that is removed at exit."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ import stat
 import tempfile
 import weakref
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from booster.errors import ConfigError
 from booster.logger import get_dist_logger
+from booster.validation import is_non_nan_number
 
 # A killed process can't remove its directory, so the next process that offloads to the same parent does. The name is
 # `booster-states-<host>-<process id>-<start of the process>-<random>`. A directory is removed only if it belongs to
@@ -25,6 +28,45 @@ from booster.logger import get_dist_logger
 _NAME = re.compile(r"booster-states-(?P<host>[0-9a-f]{8})-(?P<process>\d+)-(?P<start>\d+)-\w+")
 _IN_MEMORY = ("tmpfs", "ramfs")
 _START_TIME_TOLERANCE_SECONDS = 60  # tolerance for clock changes: start times this close are of the same process
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadSettings:
+    """The arguments `nvme_offload_fraction` and `nvme_offload_dir`, checked.
+
+    Attributes:
+        fraction: Fraction of the states' bytes on disk, from 0 to 1.
+        directory: Parent directory of the state files; optional, defaults to the system's temporary directory.
+    """
+
+    fraction: float = 0.0
+    directory: str | None = None
+
+    @classmethod
+    def from_arguments(cls, fraction: float, directory: str | os.PathLike[str] | None) -> OffloadSettings:
+        """Return the settings; a missing directory is created.
+
+        Raises:
+            ConfigError: The fraction is not a number in [0, 1], or the directory is not writable.
+        """
+        if not is_non_nan_number(fraction) or not 0.0 <= fraction <= 1.0:
+            raise ConfigError(
+                f"nvme_offload_fraction={fraction!r} is not a fraction: give a number from 0 (all optimizer states in"
+                " memory) to 1 (all on disk)"
+            )
+        if directory is not None and (not isinstance(directory, (str, os.PathLike)) or not os.fspath(directory)):
+            raise ConfigError(
+                f"nvme_offload_dir={directory!r} is not a path: give a directory, or None for a temporary one"
+            )
+        if directory is not None and fraction == 0:
+            raise ConfigError(
+                f"nvme_offload_dir={str(directory)!r} with nvme_offload_fraction=0 would stay empty: give the fraction"
+                " of the optimizer states to offload, up to 1, or omit the directory"
+            )
+        path = None if directory is None else os.path.abspath(os.fspath(directory))
+        if fraction > 0 and path is not None:
+            _create_directory(path)
+        return cls(float(fraction), path)
 
 
 class ScratchDirectory:
@@ -62,6 +104,18 @@ class ScratchDirectory:
     def remove(self) -> None:
         """Remove the directory. Idempotent."""
         self._finalizer()
+
+
+def _create_directory(path: str) -> None:
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"nvme_offload_dir={path!r} can't be created: {error}. Give an existing directory on a local disk, or a"
+            " path that can be created"
+        ) from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(f"nvme_offload_dir={path!r} is not writable: give a directory with write permission")
 
 
 def _remove(path: Path, process: int) -> None:

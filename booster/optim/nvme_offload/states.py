@@ -31,9 +31,8 @@ from booster.optim.adam_update import (
 )
 from booster.optim.base import moment_dtype
 
-from .directory import ScratchDirectory
+from .directory import OffloadSettings, ScratchDirectory
 from .pipeline import NUM_BUFFERS, ChunkRef, Pipeline
-from .settings import OffloadSettings
 from .state_file import StateBlocks, StateFile, StateRange
 
 
