@@ -64,14 +64,8 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         model: Boosted model whose parameters it updates.
         data_parallel_group: Group over which the plugin averages gradients; optional, defaults to the world.
         is_primary: True on exactly one of the ranks that hold the same optimizer states.
-
-    Attributes:
-        num_steps: Number of steps since boost(), including skipped ones.
-        num_microbatches: Number of microbatches of `Booster.accumulate` since the last step.
     """
 
-    num_steps = 0
-    num_microbatches = 0
     _is_stepping = False
     _num_own_step_hooks = 0
 
@@ -92,6 +86,7 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         self.master_weights: Fp32MasterWeights | None = None
         self.step_was_skipped = False
         self.num_skipped_steps = 0
+        self._num_steps = self._num_microbatches = 0
         self._accumulation = AccumulationState()
         self._defers_step = False
         self._is_last_microbatch = False
@@ -195,7 +190,7 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         Args:
             is_last: If True, this microbatch ends the accumulation: `clip_*` and `step` take effect.
         """
-        self.num_microbatches += 1
+        self._num_microbatches += 1
         self._defers_step = not is_last
         self._is_last_microbatch = is_last
         self._counts_next_backward, self._has_failed = True, False
@@ -207,7 +202,17 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         finally:
             self._defers_step = self._is_last_microbatch = self._counts_next_backward = False
             if is_last:
-                self.num_microbatches = 0
+                self._num_microbatches = 0
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps since boost(), including skipped ones."""
+        return self._num_steps
+
+    @property
+    def num_microbatches(self) -> int:
+        """Number of microbatches of `Booster.accumulate` since the last step."""
+        return self._num_microbatches
 
     # Clipping.
 
@@ -350,9 +355,9 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         """Record that the step is done or skipped; the last call of every `step` that is not deferred."""
         self._accumulation.has_stepped = True
         if not self._is_last_microbatch:  # else the block ends the accumulation
-            self.num_microbatches = 0
-        self.num_steps += 1
-        end_step(self, self.num_steps)
+            self._num_microbatches = 0
+        self._num_steps += 1
+        end_step(self, self._num_steps)
         for hook in self._step_hooks:
             hook()
 
@@ -383,7 +388,7 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
                 attribute `set_grad_none` of optimizers such as LAMB.
         """
         if self._has_failed:
-            self.num_microbatches, self._has_failed = 0, False
+            self._num_microbatches, self._has_failed = 0, False
         elif self._accumulation.num_averaged > 0 and self._accumulation.is_open:  # of accumulate(), without a step
             return
         if set_to_none is None:
@@ -495,7 +500,7 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
 
         Collective if ranks hold shards.
         """
-        is_incomplete = self._defers_step or (self.num_microbatches > 0 and not self._is_last_microbatch)
+        is_incomplete = self._defers_step or (self._num_microbatches > 0 and not self._is_last_microbatch)
         if is_incomplete or self._accumulation.has_stepped:
             return False
         return self._accumulation.num_backwards > 0 or self._any_rank([self._has_gradients()])[0]
@@ -667,7 +672,7 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
     def restore_accumulation(self, accumulation: AccumulationState, num_microbatches: int) -> None:
         """Restore the state of an accumulation; the caller fills the gradients."""
         self._accumulation = accumulation
-        self.num_microbatches = num_microbatches
+        self._num_microbatches = num_microbatches
 
     window = DeprecatedAlias("accumulation")
     restore_window = DeprecatedAlias("restore_accumulation")
