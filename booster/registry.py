@@ -81,7 +81,7 @@ def resolve_plugin(plugin: Any, precision: Any, device: Any) -> Plugin:
         device: Device of the Booster, optional.
 
     Raises:
-        ConfigError: As by `plugin_with_precision`, or it is no plugin, or does not run on the device.
+        ConfigError: As by `plugin_with_precision`, or it is not a plugin, or does not run on the device.
     """
     if plugin is None:
         return SingleDevicePlugin(device)
