@@ -157,11 +157,12 @@ def check_last_epoch(last_epoch: Any, total_steps: int, groups: Sequence[dict[st
 class Schedule(LRScheduler):
     """Base class of schedulers with a fixed total number of steps.
 
-    Every schedule has a closed form, `_closed_form`, over the steps taken, from 0 to `total_steps`, scaled by a group's
-    base learning rate. Most of torch's schedulers are recursive instead: they compute a learning rate from the previous
-    one, so that external changes persist and schedulers can be chained. Where torch has the schedule, its recursion is
-    used; the closed form, equal up to rounding, serves where there is no previous learning rate: `last_epoch`,
-    `step(epoch)` and late param groups. All other schedules are a `CurveSchedule`, which uses the closed form alone.
+    Every schedule has a closed form over the steps taken, from 0 to `total_steps`, scaled by the base learning rates:
+    `_get_closed_form_lr`, as torch names it. Most of torch's schedulers are recursive instead: they compute a learning
+    rate from the previous one, so that external changes persist and schedulers can be chained. Where torch has the
+    schedule, its recursion is used; the closed form, equal up to rounding, serves where there is no previous learning
+    rate: `last_epoch`, `step(epoch)` and late param groups. All other schedules are a `CurveSchedule`, which uses the
+    closed form alone.
 
     A subclass lists torch's scheduler after this class among its bases, or derives from `CurveSchedule`. Its
     constructor sets the attributes of `SETTINGS`, then calls `_check`, then torch's constructor.
@@ -197,10 +198,6 @@ class Schedule(LRScheduler):
         """Return the keys of the optimizer's groups that the schedule writes."""
         return ("lr", "initial_lr")
 
-    @abstractmethod
-    def _closed_form(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
-        """Return the learning rate of a group after `step` steps, from 0 to `total_steps`."""
-
     # Steps.
 
     def step(self, epoch: int | None = None) -> None:
@@ -224,8 +221,12 @@ class Schedule(LRScheduler):
         return super().get_lr()
 
     def _get_closed_form_lr(self) -> list[LearningRate]:
-        step = min(self.last_epoch, self.total_steps)
-        return [self._closed_form(base_lr, step, index) for index, base_lr in enumerate(self.base_lrs)]
+        taken = self.last_epoch
+        self.last_epoch = min(taken, self.total_steps)
+        try:
+            return super()._get_closed_form_lr()  # type: ignore[misc, no-any-return]  # of torch's class beside this one
+        finally:
+            self.last_epoch = taken
 
     def _add_new_groups(self) -> None:
         groups = self.optimizer.param_groups
@@ -242,7 +243,7 @@ class Schedule(LRScheduler):
         base_lr = group.get("initial_lr", group["lr"])
         group["initial_lr"] = copy_hyperparameter(base_lr)
         self.base_lrs.append(copy_hyperparameter(base_lr))
-        set_hyperparameter(group, "lr", self._closed_form(base_lr, min(self.last_epoch, self.total_steps), index))
+        set_hyperparameter(group, "lr", self._get_closed_form_lr()[index])
 
     # State.
 
@@ -342,10 +343,12 @@ class CurveSchedule(Schedule):
     def _after_warmup(self, base_lr: LearningRate, step: int, num_steps: int) -> LearningRate:
         """Return the learning rate of a group after `step` of the `num_steps` steps after warmup."""
 
-    def _closed_form(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
-        if step < self.warmup_steps:
-            return base_lr * ((step + 1) / self.warmup_steps)
-        return self._after_warmup(base_lr, step - self.warmup_steps, self.total_steps - self.warmup_steps)
+    def _get_closed_form_lr(self) -> list[LearningRate]:
+        step = min(self.last_epoch, self.total_steps) - self.warmup_steps
+        if step < 0:
+            return [base_lr * ((step + self.warmup_steps + 1) / self.warmup_steps) for base_lr in self.base_lrs]
+        num_steps = self.total_steps - self.warmup_steps
+        return [self._after_warmup(base_lr, step, num_steps) for base_lr in self.base_lrs]
 
     def get_lr(self) -> list[LearningRate]:
         """Return the learning rates of all groups; internal to `step`, users call `get_last_lr`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -78,8 +79,9 @@ class LambdaLR(FunctionSchedule, lr_scheduler.LambdaLR):
         ConfigError: An argument is invalid.
     """
 
-    def _closed_form(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
-        return base_lr * self.lr_lambdas[index](step)
+    def _get_closed_form_lr(self) -> list[LearningRate]:
+        step = min(self.last_epoch, self.total_steps)
+        return [base_lr * function(step) for base_lr, function in zip(self.base_lrs, self.lr_lambdas, strict=False)]
 
 
 class MultiplicativeLR(FunctionSchedule, lr_scheduler.MultiplicativeLR):
@@ -95,10 +97,12 @@ class MultiplicativeLR(FunctionSchedule, lr_scheduler.MultiplicativeLR):
         ConfigError: An argument is invalid.
     """
 
-    def _closed_form(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
-        for taken in range(1, step + 1):
-            base_lr = base_lr * self.lr_lambdas[index](taken)
-        return base_lr
+    def _get_closed_form_lr(self) -> list[LearningRate]:
+        steps = range(1, min(self.last_epoch, self.total_steps) + 1)
+        return [
+            math.prod(map(function, steps), start=base_lr)
+            for base_lr, function in zip(self.base_lrs, self.lr_lambdas, strict=False)
+        ]
 
 
 def _functions(lr_lambda: Any, optimizer: Optimizer, scheduler: str) -> list[Function]:

@@ -52,9 +52,6 @@ class CosineAnnealingLR(Schedule, lr_scheduler.CosineAnnealingLR):
         self._check(optimizer, last_epoch)
         super().__init__(optimizer, self.total_steps, self.eta_min, last_epoch)
 
-    def _closed_form(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
-        return cosine_annealing(base_lr, step, self.total_steps, self.eta_min)
-
 
 class CosineAnnealingWarmupLR(CurveSchedule):
     """Linear warmup to the learning rate, then cosine annealing to `eta_min` over the remaining steps.
@@ -117,9 +114,6 @@ class StepLR(Schedule, lr_scheduler.StepLR):
         self._check(optimizer, last_epoch)
         super().__init__(optimizer, self.step_size, self.gamma, last_epoch)
 
-    def _closed_form(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
-        return base_lr * self.gamma ** (step // self.step_size)
-
 
 class ExponentialLR(Schedule, lr_scheduler.ExponentialLR):
     """torch's ExponentialLR: the learning rate multiplied by `gamma` every step.
@@ -141,9 +135,6 @@ class ExponentialLR(Schedule, lr_scheduler.ExponentialLR):
         self.gamma = check_number("gamma", gamma, is_minimum_allowed=False)
         self._check(optimizer, last_epoch)
         super().__init__(optimizer, self.gamma, last_epoch)
-
-    def _closed_form(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
-        return base_lr * self.gamma**step
 
 
 class FlatAnnealingWarmupLR(CurveSchedule):
@@ -259,9 +250,6 @@ class MultiStepLR(Schedule, lr_scheduler.MultiStepLR):
         self.gamma = check_number("gamma", gamma, is_minimum_allowed=False)
         self._check(optimizer, last_epoch)
         super().__init__(optimizer, steps, self.gamma, last_epoch)
-
-    def _closed_form(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
-        return base_lr * self.gamma ** bisect_right(sorted(self.milestones.elements()), step)
 
 
 class MultiStepWarmupLR(CurveSchedule):
@@ -462,8 +450,9 @@ class PolynomialLR(Schedule, lr_scheduler.PolynomialLR):
         factor = (left / left_before) ** self.power
         return [(group["lr"] - self.end_lr) * factor + self.end_lr for group in self.optimizer.param_groups]
 
-    def _closed_form(self, base_lr: LearningRate, step: int, index: int) -> LearningRate:
-        return polynomial_decay(base_lr, step, self.total_steps, self.end_lr, self.power)
+    def _get_closed_form_lr(self) -> list[LearningRate]:
+        step = min(self.last_epoch, self.total_steps)
+        return [polynomial_decay(one, step, self.total_steps, self.end_lr, self.power) for one in self.base_lrs]
 
 
 class PolynomialWarmupLR(CurveSchedule):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .adam_update import AdamGroupUpdate, AdamParamUpdate, StepArguments, update_on_device, update_on_host
 from .nvme_offload.pipeline import defer_sigint
-from .nvme_offload.states import DiskStates
+from .nvme_offload.states import DiskStates, OffloadedStep
 
 # Note [Failed disk steps]
 # Chunks of states are updated one after the other, in parameter order. After a disk failure the chunks before it are
@@ -39,7 +39,7 @@ class AdamStep:
         self._disk = disk
         self._on_device = deque(_select(groups, lambda one: not one.is_cpu))
         on_disk = _select(groups, disk.holds)
-        self._on_disk = disk.offloaded_step(on_disk, arguments) if on_disk else None
+        self._on_disk = OffloadedStep(disk.files, on_disk, arguments) if on_disk else None
         in_memory = _select(groups, lambda one: one.is_cpu and not disk.holds(one))
         self._in_memory = deque(in_memory if self._on_disk is None else _batches(in_memory))
         self._checksums: dict[int, int] = {}

@@ -169,7 +169,7 @@ def test_states_that_could_not_be_written_are_saved_all_the_same(tmp_path, faili
     offloaded, plain = twins(tmp_path)
     for optimizer in (offloaded, plain):
         train(optimizer, range(2))
-    last = 2 * len(offloaded._disk._files[0].layout.chunks) - 1
+    last = 2 * len(offloaded._disk.files[0].layout.chunks) - 1
     failing(writes=[last])
     with pytest.raises(OSError, match="All 8 parameters were updated"):
         train(offloaded, [2])

@@ -57,7 +57,7 @@ class OffloadedStep:
 
     Args:
         files: State files.
-        groups: Updates of parameters with states in these files.
+        groups: Updates of parameters with states in these files, from `DiskStates.adopt`.
         arguments: Arguments of the step.
     """
 
@@ -175,13 +175,16 @@ class DiskStates:
 
     Args:
         settings: Fraction of the states on disk, and directory.
+
+    Attributes:
+        files: State files.
     """
 
     def __init__(self, settings: OffloadSettings) -> None:
         self._settings = settings
         self._directory: ScratchDirectory | None = None
         self._file_numbers = itertools.count()
-        self._files: list[StateFile] = []
+        self.files: list[StateFile] = []
         self._locations: dict[Tensor, tuple[StateFile, int] | None] = {}
         self._buffers: list[StateBlocks] = []
 
@@ -205,13 +208,13 @@ class DiskStates:
         # Drop parameters that the optimizer no longer has, and files that contain only such parameters.
         alive = set(all_parameters)
         self._locations = {parameter: location for parameter, location in self._locations.items() if parameter in alive}
-        for unused in [one for one in self._files if alive.isdisjoint(one.parameters)]:
-            self._files.remove(unused)
+        for unused in [one for one in self.files if alive.isdisjoint(one.parameters)]:
+            self.files.remove(unused)
             unused.remove()
         self._locations |= dict.fromkeys(new)
         if file is not None:
             self._add(file)
-        elif not self._files:
+        elif not self.files:
             get_dist_logger().warning(
                 f"nvme_offload_fraction={self._settings.fraction} moves no optimizer states to disk, as every CPU"
                 " parameter's states are larger than that fraction: give a larger one"
@@ -230,7 +233,7 @@ class DiskStates:
         file, index = self._location(parameter)
         if not file.is_complete:
             new_file = self._new_file(file.parameters)
-            self._files.remove(file)
+            self.files.remove(file)
             file.remove()
             self._add(new_file)
             file, index = self._location(parameter)
@@ -263,22 +266,13 @@ class DiskStates:
         Raises:
             CheckpointError: A file is truncated.
         """
-        for file in self._files:
+        for file in self.files:
             file.check()
-
-    def offloaded_step(self, groups: Sequence[AdamGroupUpdate], arguments: StepArguments) -> OffloadedStep:
-        """Return the updates of parameters with states on disk.
-
-        Args:
-            groups: Updates of such parameters, with states from `adopt`.
-            arguments: Arguments of the step.
-        """
-        return OffloadedStep(self._files, groups, arguments)
 
     @property
     def buffers(self) -> list[StateBlocks]:
         """Buffers of the pipeline, large enough for the largest chunk."""
-        largest = max((file.layout.chunks[0].num_bytes for file in self._files), default=0)
+        largest = max((file.layout.chunks[0].num_bytes for file in self.files), default=0)
         if not self._buffers or self._buffers[0][0].numel() < largest:
             self._buffers = []
             self._buffers = [(aligned_buffer(largest), aligned_buffer(largest)) for _ in range(NUM_BUFFERS)]
@@ -313,5 +307,5 @@ class DiskStates:
             ) from error
 
     def _add(self, file: StateFile) -> None:
-        self._files.append(file)
+        self.files.append(file)
         self._locations |= {parameter: (file, index) for index, parameter in enumerate(file.parameters)}
