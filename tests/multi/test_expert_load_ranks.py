@@ -30,6 +30,7 @@ PLUGINS = {
     "fsdp": (2, TorchFSDPPlugin),
     "ep 2": (2, lambda: hybrid(ep_size=2)),
     "ep 2 dp 2": (4, lambda: hybrid(ep_size=2, zero_stage=1)),
+    "tp 1": (1, hybrid),
     "tp 2": (2, lambda: hybrid(tp_size=2)),
     "ep 2 tp 2": (4, lambda: hybrid(ep_size=2, tp_size=2)),
     "pp 2": (2, lambda: hybrid(pp_size=2, num_microbatches=2)),
@@ -37,6 +38,10 @@ PLUGINS = {
     "all_to_all": (
         2,
         lambda: hybrid(sp_size=2, enable_sequence_parallelism=True, sequence_parallelism_mode="all_to_all"),
+    ),
+    "ep 2 all_to_all": (
+        4,
+        lambda: hybrid(ep_size=2, sp_size=2, enable_sequence_parallelism=True, sequence_parallelism_mode="all_to_all"),
     ),
     "recomputed": (2, lambda: hybrid(ep_size=2, gradient_checkpoint_config=True)),
 }
@@ -78,6 +83,77 @@ def train_alone(name: str) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
     return monitor.record["experts"]
+
+
+def count_routing(name: str, samples: slice = slice(None)) -> dict[str, list[int]]:
+    """Returns the tokens of each expert in a forward of plain torch with the global batch, by hooks of this test."""
+    entry, counts = get_model(name), {}
+    model = entry.build()
+    for key, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and key.endswith("experts"):
+            counts[key] = [0] * len(module)
+            for number, expert in enumerate(module):
+
+                def count(_, args, found=counts[key], number=number):
+                    found[number] += len(args[0])
+
+                expert.register_forward_pre_hook(count)
+        elif key.endswith("experts"):
+
+            def keep(module, args, key=key):
+                counts[key] = [int((args[1] == number).sum()) for number in range(module.num_experts)]
+
+            module.register_forward_pre_hook(keep)
+    entry.loss(model, {key: value[samples] for key, value in entry.make_batch(0, 4).items()})
+    return counts
+
+
+def train_and_get_loads(name: str, plugin: str) -> dict[str, list[int]]:
+    """Returns `expert_loads()` after the first batch, which comes after another one and before one of another model."""
+    booster, entry = Booster(plugin=PLUGINS[plugin][1]()), get_model(name)
+    boosted = []
+    for _ in range(2):
+        raw = entry.build()
+        boosted.append(booster.boost(raw, torch.optim.SGD(raw.parameters(), lr=1e-3))[:2])
+    (model, _), (other, _) = boosted
+    assert model.expert_loads() == {}
+    for step, (one, optimizer) in ((1, boosted[0]), (0, boosted[0]), (2, boosted[1])):
+        batch = split_batch(entry.make_batch(step, 4), booster.plugin.dp_rank, booster.plugin.dp_size)
+        batch = {key: value.to(current_device()) for key, value in batch.items()}
+        if "pp" in plugin:
+            booster.execute_pipeline(iter([batch]), one, lambda outputs, _: outputs.loss, optimizer)
+        else:
+            booster.backward(entry.loss(one, batch), optimizer)
+        optimizer.zero_grad()
+    loads, others = ({key: load.tolist() for key, load in one.expert_loads().items()} for one in (model, other))
+    assert others.keys() == loads.keys()
+    assert not loads or others != loads
+    return loads
+
+
+LAST_FORWARD_CASES = [("mixtral", plugin) for plugin in PLUGINS if plugin.startswith(("ep", "recomputed"))]
+LAST_FORWARD_CASES += [("looping_classifier", "ep 2"), ("looping_classifier", "ep 2 dp 2")]
+
+
+@pytest.mark.parametrize(("name", "plugin"), LAST_FORWARD_CASES)
+def test_expert_loads_are_counted_routing(name, plugin):
+    # The last forward is that of the last microbatch, with one of the two samples of a rank.
+    expected = count_routing(name, slice(1, None, 2) if "pp" in plugin else slice(None))
+    found = run_ranks(train_and_get_loads, PLUGINS[plugin][0], name, plugin, timeout=120)
+    for loads in found:
+        assert loads == {key: expected[key] for key in loads}
+    assert {key for loads in found for key in loads} == expected.keys()
+
+
+def test_expert_loads_need_expert_parallelism():
+    assert run_ranks(train_and_get_loads, 1, "mixtral", "tp 1") == [{}]
+
+
+@distributed(2)
+def test_expert_loads_count_what_a_capacity_drops():
+    model, _ = boosted(Booster(plugin=hybrid(ep_size=2, capacity_factor=0.5, min_capacity=1)))
+    model(own_index())
+    assert model.expert_loads()["experts"].tolist() == [5, 3, 3, 4]
 
 
 def assert_loads_are_those_of_one_process(name: str, plugin: str) -> None:
