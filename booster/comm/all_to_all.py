@@ -15,7 +15,7 @@ from booster.kernels.shared_memory import SharedMemory
 
 from .collective_op import start_op
 from .collectives import group_rank, group_size
-from .pending_work import PendingWork
+from .shared_memory import PendingWork
 
 # Shared memory exchanges blocks of equal length. Uneven ones are exchanged in rounds: each moves the next elements of
 # every block through a small buffer of equal blocks, where shorter ones leave a gap. The number of rounds must be equal

@@ -18,8 +18,7 @@ from booster.kernels.shared_memory import can_reduce
 from .collective_op import CollectiveOp, start_op
 from .collectives import LOW_PRECISION, group_rank, group_size, sum_dtype, wait_all
 from .fake import is_fake_world
-from .pending_work import PendingWork
-from .shared_memory import GroupMemory, all_gather_single
+from .shared_memory import GroupMemory, PendingWork, all_gather_single
 
 # Note [Shards]
 # A flat buffer over P ranks is P equal shards; rank r of the group owns shard r. Rank r sends its copy of shard j to

@@ -24,9 +24,8 @@ from booster.fault_tolerance.progress import Phase
 from booster.fault_tolerance.timeouts import p2p_timeout
 from booster.kernels.shared_memory import SharedMemory
 
-from .pending_work import PendingWork, flush_pending
 from .process_groups import check_not_released
-from .shared_memory import GroupMemory, memory_of
+from .shared_memory import GroupMemory, PendingWork, flush_pending, memory_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

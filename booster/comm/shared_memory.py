@@ -11,6 +11,8 @@ import struct
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from weakref import WeakKeyDictionary
@@ -27,7 +29,6 @@ from booster.kernels.shared_memory import MAX_RANKS, SharedMemory, SharedMemoryH
 from booster.logger import get_dist_logger
 
 from .fake import FakeSharedMemory, is_fake_world
-from .pending_work import PendingWork, flush_pending
 
 # Note [Choosing a transport]
 # A group chooses once, at its first collective of CPU tensors in this package. One small all-gather of the backend
@@ -35,6 +36,13 @@ from .pending_work import PendingWork, flush_pending
 # and from rank 0 the address of the memory that it created. If all match, the other ranks attach to it, and a second
 # all-gather exchanges whether all succeeded. Otherwise all ranks use the group's backend. Every rank takes part
 # whatever its setting, so settings may differ.
+
+# Note [Pending work]
+# Shared memory moves nothing by itself: a rank has to copy. So a started operation is only queued, and runs when
+# something waits for it. All ranks must then run the same operations in the same order, though they may wait in
+# different orders: ranks that use different modules of a model do. So a wait first runs everything that its thread has
+# started before, on any group. So does a wait for anything else in this package: another rank may need this rank's
+# pending work to reach the point that this rank waits for.
 
 VARIABLE = "BOOSTER_SHARED_MEMORY"
 _SETTINGS = {"": True, "on": True, "auto": True, "1": True, "off": False, "0": False}
@@ -55,12 +63,79 @@ class GroupMemory:
     Attributes:
         memory: This rank's mapping.
         lock: Lock that is held while an operation runs.
-        pending: Operations that are started and have not run yet, see `booster.comm.pending_work`.
+        pending: Operations that are started and have not run yet, see Note [Pending work].
     """
 
     memory: SharedMemory
     lock: threading.RLock = field(default_factory=threading.RLock)
     pending: deque[PendingWork] = field(default_factory=deque)
+
+
+class _ThreadPending(threading.local):
+    def __init__(self) -> None:
+        self.operations: deque[PendingWork] = deque()
+
+
+_pending = _ThreadPending()
+
+
+class PendingWork:
+    """Queued operation.
+
+    Args:
+        queue: Memory of the group, with its queue.
+        error_context: Context in which the work runs: translates its errors.
+        function: Implementation, called once, and again if it raised. After an error of shared memory every later call
+            fails.
+
+    Attributes:
+        lock: Lock that is held while it runs.
+        is_done: Whether it has run.
+    """
+
+    def __init__(
+        self,
+        queue: GroupMemory,
+        error_context: Callable[[], AbstractContextManager[None]],
+        function: Callable[[], None],
+    ) -> None:
+        self._queue = queue
+        self.lock = queue.lock
+        self.is_done = False
+        self._error_context = error_context
+        self._function: Callable[[], None] | None = function
+        self._is_queued = True
+        with self.lock:
+            queue.pending.append(self)
+        _pending.operations.append(self)
+
+    def wait(self) -> None:
+        """Run everything that was started before it, and then itself; return at once if it has run."""
+        if not self.is_done:
+            flush_pending(self)
+            self._run_in_order()
+
+    def _run_in_order(self) -> None:
+        with self.lock:
+            while self._is_queued:
+                self._queue.pending.popleft()._run()
+            if not self.is_done:
+                self._run()  # it has failed, and fails again
+
+    def _run(self) -> None:
+        self._is_queued = False
+        if self._function is not None:
+            with self._error_context():
+                self._function()
+            self._function = None  # frees its tensors
+            self.is_done = True
+
+
+def flush_pending(last: PendingWork | None = None) -> None:
+    """Run this thread's pending work, up to an operation, by default all."""
+    pending = _pending.operations
+    while pending and (last is None or not last.is_done):
+        pending.popleft()._run_in_order()
 
 
 _is_enabled: bool | None = None  # None: by the environment variable

@@ -24,7 +24,7 @@ from booster.fault_tolerance.timeouts import timeouts
 
 from .checks import error_class, serialize_error
 from .collectives import global_rank_of, group_rank, group_size
-from .pending_work import flush_pending
+from .shared_memory import flush_pending
 
 # Note [Error barrier]
 # Every phase has separate keys. Each rank writes `report/<rank>`: its error, if any, and its payload. Rank 0 waits for
