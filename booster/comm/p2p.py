@@ -178,13 +178,6 @@ class TensorMeta:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True, slots=True)
-class _ReceivedMessage:
-    header: bytes | None
-    tensors: list[torch.Tensor]
-    in_flight: Sequence[InFlight]
-
-
 class SendChannel:
     """Sending end of a channel; see Note [Channels].
 
@@ -268,7 +261,8 @@ class RecvChannel:
         self._read_header = read_header
         self._num_headers = 0
         self._descriptions: Sequence[Callable[[], Sequence[TensorMeta] | None]] = ()
-        self._messages: list[_ReceivedMessage | None] = []  # as far as begun; None: taken
+        # Tensors and their receives, as far as they have started; None: taken.
+        self._messages: list[tuple[list[torch.Tensor], list[InFlight]] | None] = []
 
     def expect(self, descriptions: Sequence[Callable[[], Sequence[TensorMeta] | None]]) -> None:
         """Set the next messages, in order; all earlier ones must have been taken. No communication.
@@ -296,7 +290,7 @@ class RecvChannel:
             specs = self._descriptions[len(self._messages)]()
             if specs is None:
                 return
-            self._messages.append(self._start(None, specs))
+            self._start(specs)
 
     @property
     def num_started(self) -> int:
@@ -308,26 +302,23 @@ class RecvChannel:
         while len(self._messages) <= index:
             self.post_recvs(index + 1)
             if len(self._messages) <= index:
-                header = self._receive_header()
-                self._messages.append(self._start(header, self._read_header(header)))
+                self._start(self._read_header(self._receive_header()))
 
-    def recv(self, index: int) -> tuple[bytes | None, list[torch.Tensor]]:
-        """Wait for a message and return it.
+    def recv(self, index: int) -> list[torch.Tensor]:
+        """Wait for a message and return its tensors, contiguous and on the backend's device.
 
         Args:
             index: Index among the expected messages; in any order, each once.
-
-        Returns:
-            The header, if it has one, and contiguous tensors on the backend's device.
         """
         self.start(index)
         message = self._messages[index]
         if message is None:
             raise AssertionError(f"rank {dist.get_rank()} takes message {index} for the second time")
-        for one in message.in_flight:
+        tensors, in_flight = message
+        for one in in_flight:
             one.wait()
         self._messages[index] = None
-        return message.header, message.tensors
+        return tensors
 
     def _receive_header(self) -> bytes:
         self._num_headers += 1
@@ -335,7 +326,7 @@ class RecvChannel:
             return fake_headers.receive(global_rank_of(self._sender, self._group), group_rank(), self._num_headers - 1)
         return bytes(receive_tensor(self._sender, self._group).cpu().numpy())
 
-    def _start(self, header: bytes | None, specs: Sequence[TensorMeta]) -> _ReceivedMessage:
+    def _start(self, specs: Sequence[TensorMeta]) -> None:
         device, peer = collective_device(self._group), global_rank_of(self._sender, self._group)
         tensors = [torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in specs]
         in_flight = []
@@ -344,4 +335,4 @@ class RecvChannel:
                 operation = start_op("receive", self._group, received=tensor.nbytes, peer=peer)
                 work = operation.receive_from(tensor.view(-1).view(torch.uint8), self._sender, operation.tag)
                 in_flight.append(InFlight(operation, [work], [tensor]))
-        return _ReceivedMessage(header, tensors, in_flight)
+        self._messages.append((tensors, in_flight))

@@ -255,7 +255,7 @@ class StageP2P:
         if self._is_ordered:
             self._start_in_order(message, can_wait=True)
         sender, index = self._recv_index[message]
-        _, tensors = self._incoming[sender].recv(index)
+        tensors = self._incoming[sender].recv(index)
         self._complete_sends(sender, self._sent_at[message])
         return [tensor.to(self._device) for tensor in tensors]
 
