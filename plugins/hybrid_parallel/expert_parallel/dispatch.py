@@ -11,7 +11,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -197,26 +197,12 @@ class _Transfer:
         return [message.wait() for message in messages]
 
 
-_Result = TypeVar("_Result")
-
-
-@dataclass(frozen=True, slots=True)
-class InFlight(Generic[_Result]):
-    """Messages that were started by `start_send_tokens` or `start_return_tokens`.
-
-    Attributes:
-        wait: Function that waits for them and returns the result. Collective: its backward is.
-    """
-
-    wait: Callable[[], _Result]
-
-
 def start_send_tokens(
     tokens: torch.Tensor, weights: torch.Tensor, dispatch: Dispatch
-) -> InFlight[tuple[torch.Tensor, torch.Tensor]]:
-    """Start to send each row to the rank of its expert.
+) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    """Start to send each row to the rank of its expert, and return the function that waits for the messages.
 
-    What is computed before `wait` overlaps with the messages; its backward overlaps with those of the gradients.
+    What is computed before the wait overlaps with them; its backward overlaps with those of the gradients.
 
     Args:
         tokens: This rank's tokens, of shape (tokens, features).
@@ -224,16 +210,16 @@ def start_send_tokens(
         dispatch: Where the rows go.
 
     Returns:
-        The received rows and their weights, of shapes (rows, features) and (rows,), once they have arrived.
+        Function that waits, and returns the received rows and their weights, of shapes (rows, features) and (rows,).
 
     Collective: yes, and its backward.
     """
     transfer = _Transfer(dispatch)
     marker = _StartSend.apply(tokens, weights, transfer)  # type: ignore[no-untyped-call]
-    return InFlight(functools.partial(_FinishSend.apply, marker, transfer))
+    return functools.partial(_FinishSend.apply, marker, transfer)
 
 
-def start_return_tokens(rows: torch.Tensor, dispatch: Dispatch) -> InFlight[torch.Tensor]:
+def start_return_tokens(rows: torch.Tensor, dispatch: Dispatch) -> Callable[[], torch.Tensor]:
     """Start to send the experts' outputs back to the ranks of their tokens; see `start_send_tokens` for the overlap.
 
     Args:
@@ -241,13 +227,14 @@ def start_return_tokens(rows: torch.Tensor, dispatch: Dispatch) -> InFlight[torc
         dispatch: As for `start_send_tokens`.
 
     Returns:
-        The sum of the outputs of each token, of shape (tokens, features), in their dtype, once they have arrived.
+        Function that waits, and returns the sum of the outputs of each token, of shape (tokens, features), in their
+        dtype.
 
     Collective: yes, and its backward.
     """
     transfer = _Transfer(dispatch)
     marker = _StartReturn.apply(rows, transfer)  # type: ignore[no-untyped-call]
-    return InFlight(functools.partial(_FinishReturn.apply, marker, transfer))
+    return functools.partial(_FinishReturn.apply, marker, transfer)
 
 
 # Note [Two nodes]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,14 +16,7 @@ from booster.core.opaque_operator import bind_handle, opaque_method
 from booster.moe.discovery import DISPATCH_OBSERVERS, DispatchObservers, experts_in
 from booster.plugins.hybrid_parallel.tensor_parallel.dynamic_class import mixin_forward
 
-from .dispatch import (
-    Capacity,
-    Dispatch,
-    InFlight,
-    plan_dispatch,
-    start_return_tokens,
-    start_send_tokens,
-)
+from .dispatch import Capacity, Dispatch, plan_dispatch, start_return_tokens, start_send_tokens
 from .shared_experts import SharedExperts
 
 
@@ -114,10 +107,10 @@ class _Experts:
         self, tokens: torch.Tensor, weights: torch.Tensor, dispatch: Dispatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Send rows to their experts; shared experts that were called compute meanwhile."""
-        started = start_send_tokens(tokens, weights, dispatch)
+        wait = start_send_tokens(tokens, weights, dispatch)
         if self.shared is not None:
             self.shared.compute_deferred()
-        return started.wait()
+        return wait()
 
 
 def make_expert_parallel(
@@ -179,10 +172,10 @@ class _ExpertParallel(nn.Module):
     def forward(self, *args: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
         experts = self._split
         tokens, *routing = experts.ordered(args, named)
-        outputs = self._start(tokens, *routing)
+        wait_for_outputs = self._start(tokens, *routing)
 
         def wait() -> torch.Tensor:
-            return outputs.wait().view(tokens.shape)
+            return wait_for_outputs().view(tokens.shape)
 
         return wait() if experts.shared is None else experts.shared.defer_outputs(wait, tokens)
 
@@ -191,20 +184,19 @@ class _ExpertParallel(nn.Module):
         output: torch.Tensor = self._exchange(*self._split.ordered(args, named))
         return output
 
-    def _start(self, tokens: torch.Tensor, *routing: torch.Tensor) -> InFlight[torch.Tensor]:
+    def _start(self, tokens: torch.Tensor, *routing: torch.Tensor) -> Callable[[], torch.Tensor]:
         run = _run_routed if routing else _run_scaled
         return run(super().forward, self._split, tokens.flatten(0, -2), *routing)
 
     def _run_and_wait(self, tokens: torch.Tensor, *routing: torch.Tensor) -> torch.Tensor:
-        outputs = self._start(tokens, *routing)
-        return outputs.wait().view(tokens.shape).to(tokens.dtype)
+        return self._start(tokens, *routing)().view(tokens.shape).to(tokens.dtype)
 
     _exchange = opaque_method(_run_and_wait, lambda tokens, *routing: tokens.new_empty(tokens.shape))
 
 
 def _run_routed(
     forward: Any, experts: _Experts, tokens: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
-) -> InFlight[torch.Tensor]:
+) -> Callable[[], torch.Tensor]:
     is_one_hot = index.dim() == 3  # (tokens, 1, experts), as in Switch Transformers; a row of zeros drops a token
     if is_one_hot:
         flat = torch.where(index.any(-1), index.argmax(-1), experts.num_experts)
@@ -228,7 +220,7 @@ def _run_routed(
     return start_return_tokens(outputs, dispatch)
 
 
-def _run_scaled(forward: Any, experts: _Experts, tokens: torch.Tensor) -> InFlight[torch.Tensor]:
+def _run_scaled(forward: Any, experts: _Experts, tokens: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Run experts whose input has a block of all tokens for each expert, scaled by its score, as in Llama 4.
 
     Only rows that are not zero are sent, which are k for a token: such experts, without biases, give zero for zero.

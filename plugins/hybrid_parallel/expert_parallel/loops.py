@@ -169,10 +169,10 @@ def _compute(loop: _Loop, calls: Sequence[_Call], like: torch.Tensor) -> torch.T
     dispatch = ep_group.dispatch(index, loop.bounds, loop.observers)
     # Weights that require a gradient: the backward of every rank communicates, whatever its tokens require.
     weights = torch.ones(len(tokens), 1, device=device, requires_grad=torch.is_grad_enabled())
-    rows, row_weights = start_send_tokens(tokens, weights, dispatch).wait()
+    rows, row_weights = start_send_tokens(tokens, weights, dispatch)()
     own_calls = was_called[loop.bounds[ep_group.rank] : loop.bounds[ep_group.rank + 1]]
     outputs = _run_experts(loop.own, rows, dispatch, own_calls)
-    return start_return_tokens(rows[:0] + row_weights.sum() if outputs is None else outputs, dispatch).wait()
+    return start_return_tokens(rows[:0] + row_weights.sum() if outputs is None else outputs, dispatch)()
 
 
 def _gather_calls(loop: _Loop, calls: Sequence[_Call]) -> tuple[int, torch.dtype, list[bool]]:
