@@ -35,7 +35,15 @@ from booster.rng_state import fork_rng_state, get_rng_state, set_rng_state
 from .mesh import AXES, HybridMesh
 from .model import HybridModel
 from .pipeline_parallel.config import PipelineArguments
-from .pipeline_parallel.microbatch import BatchConsistency, Microbatch, PipelineRun, fetch, join_outputs, split_batch
+from .pipeline_parallel.microbatch import (
+    BatchConsistency,
+    Microbatch,
+    NextBatch,
+    PipelineRun,
+    fetch,
+    join_outputs,
+    split_batch,
+)
 from .pipeline_parallel.p2p import LinkPeer, ReceivedActivation, StageP2P
 from .pipeline_parallel.schedules import ActionKind, StageAction
 from .pipeline_parallel.schedules.communication import stages_by_position
@@ -65,38 +73,41 @@ class PipelineRuntime:
 
     Args:
         model: The boosted model.
+        stage_model: Stage model.
         arguments: Pipeline arguments of the plugin.
-        p2p: Point-to-point communication with the other stages.
-        consistency: Consistency check of batches over all ranks.
-        weight_gradients: Deferred weight gradients, or None if the schedule has none.
-        stage: Index of this stage.
-        stage_group: Group of the pipeline's ranks.
+        mesh: Mesh of the ranks, whose groups are all aborted if this rank fails.
         device: Compute device of the stage.
-        groups: Returns all process groups of this rank, which are aborted if it fails.
+        weight_gradients: Deferred weight gradients, or None if the schedule has none.
+
+    Collective: over the world.
     """
 
     def __init__(
         self,
         model: HybridModel,
+        stage_model: StageModel,
         arguments: PipelineArguments,
-        p2p: StageP2P,
-        consistency: BatchConsistency,
-        weight_gradients: DeferredWeightGrads | None,
-        *,
-        stage: int,
-        stage_group: dist.ProcessGroup | None,
+        mesh: HybridMesh,
         device: torch.device,
-        groups: Callable[[], Sequence[dist.ProcessGroup | None]],
+        weight_gradients: DeferredWeightGrads | None,
     ) -> None:
         self._model = model
         self._arguments = arguments
-        self._p2p = p2p
-        self._consistency = consistency
         self._weight_grads = weight_gradients
-        self._stage = stage
-        self._stage_group = stage_group
+        self._stage = mesh.rank("pp")
+        self._stage_group = mesh.group("pp")
         self._device = device
-        self._groups = groups
+        self._groups = mesh.groups
+        is_ordered = _is_ordered(device)
+        self._p2p = StageP2P(
+            stage_model.partition,
+            self._stage,
+            _link_ends(mesh, stage_model.partition, is_ordered=is_ordered),
+            device,
+            caches_specs=arguments.enable_metadata_cache,
+            is_ordered=is_ordered,
+        )
+        self._consistency = BatchConsistency(mesh.control_group(*AXES), mesh.rank("dp"))
         self._checked: set[tuple[int, bool]] = set()
         self._trainable: tuple[bool, ...] = ()
         self._failure: str | None = None
@@ -126,13 +137,12 @@ class PipelineRuntime:
             )
         self._model.sync_rng_state()
         fetched = fetch(data_iter)
-        error: Exception | None = fetched.error
         microbatches: list[Microbatch] = []
         if fetched.error is None and not fetched.has_ended:
-            error, microbatches = _split(self._model.module, fetched.batch, self._arguments)
-            self._warn_few_samples(len(microbatches))
-        if error is not None and fetched.error is None:
-            fetched = type(fetched)(error=error)
+            try:
+                microbatches = self._split(fetched.batch)
+            except ConfigError as error:  # raised on all ranks by the consistency check
+                fetched = NextBatch(error=error)
         trains = optimizer is not None
         options = (self._model.training, trains, return_loss, return_outputs, num_items is not None)
         signatures = [(one.signature, self._model.training) for one in microbatches]
@@ -172,6 +182,20 @@ class PipelineRuntime:
         outputs = self._outputs(run) if return_outputs else None
         self._microbatches = []
         return {"loss": loss, "outputs": outputs}
+
+    def _split(self, batch: Any) -> list[Microbatch]:
+        """Return the microbatches; log a warning if the first batch has fewer samples than `num_microbatches`."""
+        wanted, size = self._arguments.num_microbatches, self._arguments.microbatch_size
+        _check_no_layer_outputs(self._model.module, batch)
+        found = split_batch(batch, num_microbatches=wanted, microbatch_size=size)
+        number = len(found)
+        if not self._has_reported and wanted is not None and number < wanted:
+            log_rank_zero(
+                f"a batch of {number} sample(s) makes {number} microbatch(es), not num_microbatches={wanted}, which"
+                " enlarges the pipeline bubble: give larger batches, or fewer microbatches"
+            )
+        self._has_reported = True
+        return found
 
     @contextmanager
     def _fork_rng_per_stage(self) -> Iterator[None]:
@@ -301,16 +325,6 @@ class PipelineRuntime:
 
     # Failures.
 
-    def _warn_few_samples(self, number: int) -> None:
-        """Log a warning if the first batch has fewer samples than `num_microbatches`."""
-        wanted = self._arguments.num_microbatches
-        if not self._has_reported and wanted is not None and 0 < number < wanted:
-            log_rank_zero(
-                f"a batch of {number} sample(s) makes {number} microbatch(es), not num_microbatches={wanted}, which"
-                " enlarges the pipeline bubble: give larger batches, or fewer microbatches"
-            )
-        self._has_reported = True
-
     @contextmanager
     def _report_failures(self) -> Iterator[None]:
         """Report a failure of this rank, and abort its groups, so that its peers do not wait until the timeout."""
@@ -336,17 +350,6 @@ def _key(step: StageAction) -> tuple[int, int]:
     return step.action.microbatch, step.action.chunk
 
 
-def _split(model: nn.Module, batch: Any, arguments: PipelineArguments) -> tuple[Exception | None, list[Microbatch]]:
-    try:
-        _check_no_layer_outputs(model, batch)
-        found = split_batch(
-            batch, num_microbatches=arguments.num_microbatches, microbatch_size=arguments.microbatch_size
-        )
-    except ConfigError as error:  # raised on all ranks by the consistency check
-        return error, []
-    return None, found
-
-
 def _check_no_layer_outputs(model: nn.Module, batch: Any) -> None:
     """Raise if a transformers model is asked for outputs of every layer that it does not capture by hooks.
 
@@ -361,47 +364,6 @@ def _check_no_layer_outputs(model: nn.Module, batch: Any) -> None:
                 f" layers, and {type(model).__name__} does not capture them by transformers' hooks: leave it out of the"
                 f" batch, and set model.config.{name} = False"
             )
-
-
-def build_runtime(
-    model: HybridModel,
-    stage_model: StageModel,
-    arguments: PipelineArguments,
-    mesh: HybridMesh,
-    device: torch.device,
-    weight_gradients: DeferredWeightGrads | None,
-) -> PipelineRuntime:
-    """Return the runtime of this rank's stage. Collective over the world.
-
-    Args:
-        model: The boosted model.
-        stage_model: Stage model.
-        arguments: Pipeline arguments of the plugin.
-        mesh: Mesh of the ranks.
-        device: Compute device of the stage.
-        weight_gradients: Deferred weight gradients, or None.
-    """
-    stage = mesh.rank("pp")
-    is_ordered = _is_ordered(device)
-    ends = _link_ends(mesh, stage_model.partition, is_ordered=is_ordered)
-    return PipelineRuntime(
-        model,
-        arguments,
-        StageP2P(
-            stage_model.partition,
-            stage,
-            ends,
-            device,
-            caches_specs=arguments.enable_metadata_cache,
-            is_ordered=is_ordered,
-        ),
-        BatchConsistency(mesh.control_group(*AXES), mesh.rank("dp")),
-        weight_gradients,
-        stage=stage,
-        stage_group=mesh.group("pp"),
-        device=device,
-        groups=mesh.groups,
-    )
 
 
 def _is_ordered(device: torch.device) -> bool:

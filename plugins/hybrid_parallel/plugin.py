@@ -36,7 +36,7 @@ from .partition import ModelPartitioner, PartitionPlan
 from .pipeline_parallel.placeholders import cast_absent_tensors
 from .pipeline_parallel.schedules import Costs, PipelineSchedule, simulate
 from .pipeline_parallel.stage_module import StageModel
-from .pipeline_runner import build_runtime
+from .pipeline_runner import PipelineRuntime
 from .tp_plan.plan import UserPlan
 
 _MAX_TENSOR_RANKS = 8  # of the candidates of `booster estimate`: those of one host
@@ -396,7 +396,7 @@ class HybridParallelPlugin(ShardedPlugin):
             )
         if stage_model is not None and config.pipeline is not None:
             weight_gradients = self._partitioner.weight_gradients
-            runtime = build_runtime(boosted, stage_model, config.pipeline, mesh, self._device, weight_gradients)
+            runtime = PipelineRuntime(boosted, stage_model, config.pipeline, mesh, self._device, weight_gradients)
             boosted.run_batch = runtime.run
             cast_absent_tensors(model, config.dtype)
         config.set_precision(boosted, cast_inputs=config.cast_inputs)
