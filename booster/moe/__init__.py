@@ -1,10 +1,9 @@
 """Mixture-of-experts layers: experts, routers with capacity, and the load-balancing loss."""
 
-from .balance import global_load_balancing
+from .balance import LossFreeBalancing, global_load_balancing
 from .experts import Experts, FFNExperts
 from .layers import MoeLayer, MoeModule
 from .loss import MoeLoss, load_balance_loss
-from .loss_free import LossFreeBalancing
 from .routers import NormalNoiseGenerator, Router, Routing, Top1Router, Top2Router, UniformNoiseGenerator
 
 __all__ = [
