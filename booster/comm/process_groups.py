@@ -154,12 +154,6 @@ _ANSWER_SECONDS = 3.0  # of the store
 _num_created: WeakKeyDictionary[Store, Counter[str]] = WeakKeyDictionary()  # by the store of a world and the ranks
 
 
-def register_world() -> None:
-    """Apply the timeouts of the launch to the world, which the launch has made. No communication."""
-    if dist.group.WORLD is not None:
-        register_group(dist.group.WORLD)
-
-
 def new_group(
     ranks: Sequence[int], backend: str | None = None, *, use_local_synchronization: bool = False
 ) -> dist.ProcessGroup | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,13 +71,6 @@ def first_set(names: Sequence[str]) -> str | None:
     return next((name for name in names if os.environ.get(name)), None)
 
 
-def choose_host(host: str | None, find: Callable[[], str]) -> str:
-    """Return the host of the store: as given, else MASTER_ADDR, else `find()`; see Note [Store address]."""
-    if host is not None:
-        return host
-    return os.environ.get("MASTER_ADDR") or find()
-
-
 def choose_port(port: int | None, launcher: str, names: Sequence[str]) -> int:
     """Return the port of the store: as given, else MASTER_PORT, else derived from the variables that name the job.
 
@@ -123,7 +116,7 @@ def read_openmpi(host: str | None = None, port: int | None = None) -> RankEnviro
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
-        host=choose_host(host, lambda: _openmpi_store_host(rank, world_size)),
+        host=(os.environ.get("MASTER_ADDR") or _openmpi_store_host(rank, world_size)) if host is None else host,
         port=choose_port(port, "mpirun", _OPENMPI_JOB_NAMES),
     )
 
@@ -180,7 +173,7 @@ def read_slurm(host: str | None = None, port: int | None = None) -> RankEnvironm
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
-        host=choose_host(host, lambda: _slurm_store_host(rank)),
+        host=(os.environ.get("MASTER_ADDR") or _slurm_store_host(rank)) if host is None else host,
         port=choose_port(port, "srun", _SLURM_JOB_NAMES),
     )
 

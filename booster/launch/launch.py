@@ -16,13 +16,12 @@ from typing import Any
 import torch.distributed as dist
 
 from booster.comm import group_size, host_group
-from booster.comm.process_groups import register_world
 from booster.device import current_device, default_backend, device_type, set_device
 from booster.errors import ConfigError
 from booster.fault_tolerance.collective_errors import abort_waits
 from booster.fault_tolerance.heartbeat import ENDED, start_heartbeat, stop_heartbeat
 from booster.fault_tolerance.shutdown import exit_for_lost_ranks, shutdown_barrier
-from booster.fault_tolerance.timeouts import set_timeouts, timeouts
+from booster.fault_tolerance.timeouts import register_group, set_timeouts, timeouts
 from booster.logger import get_dist_logger
 from booster.rng_state import set_default_seed, set_seed
 
@@ -373,7 +372,9 @@ def _start(settings: LaunchSettings, config: Config | None) -> None:
             device_id=device if "nccl" in settings.backend else None,
         )
     set_timeouts(settings.timeouts())
-    register_world()
+    world = dist.group.WORLD
+    assert world is not None
+    register_group(world)
     host_group()  # here, where no rank can be at another call
     _world = _World(settings=settings, local_rank=local_rank, config=config, is_ours=True)
 
