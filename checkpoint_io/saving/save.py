@@ -17,8 +17,8 @@ import torch
 
 from booster.checkpoint_io.commit import Transaction, paths_in
 from booster.checkpoint_io.formats.manifest import FORMAT_VERSION, DocumentRecord, Manifest
-from booster.checkpoint_io.layout import MODEL, SaveTarget
-from booster.checkpoint_io.parallel import CheckpointGroup, as_checkpoint_error
+from booster.checkpoint_io.layout import MODEL
+from booster.checkpoint_io.parallel import CheckpointGroup, as_checkpoint_error, run_in_threads
 from booster.checkpoint_io.planning.save_plan import SavePlan, WriteRange, plan_save
 from booster.checkpoint_io.planning.slices import SliceTable
 from booster.checkpoint_io.storage import Storage
@@ -461,9 +461,6 @@ class _SaveJob:
             manifest = Manifest(kind="training_state", files={}, documents=records, metadata=metadata)
             self._storage.write_file(directory / self._request.manifest_name, manifest.encode())
         self._transaction.commit(is_stale=self._is_stale)
-        for planned_part in self._planned:
-            if planned_part.part.target.names.suffix == "bin":
-                self._warn_of_release(planned_part.part)
         if self._request.after_commit is not None:
             self._request.after_commit()
         return b""
@@ -498,25 +495,16 @@ class _SaveJob:
 
     def _is_stale(self, name: str) -> bool:
         folder, _, base = name.rpartition("/")
-        targets = [planned_part.part.target for planned_part in self._planned if planned_part.part.folder == folder]
-        if any(target.names.may_have_written(base) or self._replaces(target, folder, base) for target in targets):
-            return True
-        return self._request.is_stale is not None and self._request.is_stale(name)
-
-    def _replaces(self, target: SaveTarget, folder: str, file_name: str) -> bool:
-        """Return whether a file is of an older save in the other format, which readers would find beside this one."""
-        other = target.other_names
-        manifest = self._request.target / folder / other.manifest
-        return target.is_directory and other.may_have_written(file_name) and self._storage.kind(manifest) is not None
-
-    def _warn_of_release(self, part: CheckpointPart) -> None:
-        """Warn of safetensors that are not a save of this library beside a model in torch's format."""
-        other = part.target.other_names
-        if not part.target.is_directory or part.target.kind != MODEL:
-            return
-        for path in (self._request.target / part.folder / name for name in (other.single, other.index)):
-            if self._storage.kind(path) is not None:
+        for target in (one.part.target for one in self._planned if one.part.folder == folder):
+            if target.names.may_have_written(base):
+                return True
+            other = target.other_names
+            if not other.may_have_written(base):
+                continue
+            if self._storage.kind(self._request.target / folder / other.manifest) is not None:
+                return True  # an older save in the other format, which readers would find beside this one
+            if target.kind == MODEL and base in (other.single, other.index) and other.suffix == "safetensors":
                 get_dist_logger().warning(
-                    f"{path} stays, and transformers reads it before the model that was saved beside it in torch's"
-                    " format: remove it, or save safetensors"
+                    f"{self._request.target / name} stays, and transformers reads it before the model that is saved"
+                    " beside it in torch's format: remove it, or save safetensors"
                 )

@@ -6,7 +6,7 @@ import os
 import platform
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +110,6 @@ class TrainingStateSaver:
             ConfigError: Invalid numbers, names or paths, or a save between clipping and step.
             CheckpointError: A value is not plain (the message names its key), or writing failed on some rank.
         """
-        if not use_async:
-            self._saver.wait()  # the replaced checkpoint is read below
 
         def check() -> tuple[Path, Mapping[str, Any]]:
             options.check()
@@ -243,12 +241,15 @@ class TrainingStateSaver:
     def _is_stale(self, target: Path, parts: TrainingParts) -> Callable[[str], bool]:
         """Return a predicate for leftovers of the replaced save: RNG states, gradients and its other parts."""
         folders = set(parts.folders()) | {""}
-        replaced = self._replaced_kinds(target) if self._ranks.rank == 0 else {}
+
+        @cache
+        def replaced_kinds() -> dict[str, list[FileKind]]:  # first called at the commit, after saves in flight
+            return self._replaced_kinds(target)
 
         def is_stale(name: str) -> bool:
             folder, _, base = name.rpartition("/")
             always = (GRADIENTS, RANDOM_STATE) if folder in folders else ()
-            for kind in (*always, *replaced.get(folder, ())):
+            for kind in (*always, *replaced_kinds().get(folder, ())):
                 for is_safetensors in (True, False):
                     names = kind.names(is_safetensors=is_safetensors)
                     if names.may_have_written(base) or (kind == OPTIMIZER and base == names.groups):

@@ -113,10 +113,7 @@ ALLOWED = {
         "self._async.wait": SAVES,
     },
     "checkpoint_io/saving/writer.py": {
-        "self._changed.wait_for": OWN_THREADS,
-    },
-    "checkpoint_io/training_state/save.py": {
-        "self._saver.wait": SAVES,
+        "self._idle.get": OWN_THREADS,
     },
     "checkpoint_io/parallel.py": {
         "pool.shutdown": OWN_THREADS,

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import stat
+import threading
 from pathlib import Path
 
 import pytest
@@ -263,6 +264,57 @@ def test_a_release_in_the_other_format_stays(tmp_path, capfd, is_safetensors):
     IO.save_model(ModelWrapper(Net(1)), tmp_path, shard=True, use_safetensors=not is_safetensors)
     assert (tmp_path / name).exists()
     assert ("transformers reads it before" in capfd.readouterr().err) is is_safetensors
+
+
+class _Overtaken(Storage):
+    """Lets another save begin and end as soon as the first one here has ended its commit."""
+
+    def __init__(self, save):
+        self.save = save
+
+    def unlock(self, descriptor):
+        super().unlock(descriptor)
+        save, self.save = self.save, lambda: None
+        save()
+
+
+def test_a_save_that_another_one_replaces_at_once_does_not_call_it_a_release(tmp_path, capfd):
+    storage = _Overtaken(lambda: IO.save_model(ModelWrapper(Net(1)), tmp_path, shard=True))
+    GeneralCheckpointIO(storage=storage).save_model(ModelWrapper(Net()), tmp_path, shard=True, use_safetensors=False)
+    assert names_in(tmp_path) == ["model.safetensors", "model.safetensors.manifest.json"]
+    assert "transformers" not in capfd.readouterr().err
+
+
+class _Meeting(Storage):
+    """Lets both of two saves begin before either writes."""
+
+    def __init__(self):
+        self.begun = threading.Barrier(2)
+        self.directories = set()
+
+    def create(self, path):
+        if path.parent not in self.directories:
+            self.directories.add(path.parent)
+            self.begun.wait(30)
+        return super().create(path)
+
+
+@pytest.mark.parametrize("size_per_shard", [1024, 200e-6])
+def test_asynchronous_saves_in_two_formats_end_as_one_after_the_other(tmp_path, size_per_shard):
+    storage = _Meeting()
+    saves = [GeneralCheckpointIO(storage=storage) for _ in range(2)]
+    for number, one in enumerate(saves):
+        model, is_safetensors = ModelWrapper(Net(number)), number == 0
+        one.save_model(
+            model, tmp_path, shard=True, size_per_shard=size_per_shard, use_safetensors=is_safetensors, use_async=True
+        )
+    for one in saves:
+        one.wait()
+    suffixes = {Path(name).suffix for name in names_in(tmp_path) if not name.endswith(".json")}
+    found = ModelWrapper(Net(5))
+    IO.load_model(found, tmp_path)
+    number = [".safetensors", ".bin"].index(*suffixes)
+    assert all(torch.equal(found.state_dict()[name], one) for name, one in Net(number).state_dict().items())
 
 
 def test_an_asynchronous_save_goes_where_it_was_asked_for(tmp_path, monkeypatch):

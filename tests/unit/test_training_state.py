@@ -530,3 +530,19 @@ class TestGradients:
         _, optimizer, *_ = run.booster.boost(raw, wrong)
         with pytest.raises(CheckpointError, match="nothing was loaded"):
             run.booster.load(tmp_path, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("exists", [False, True])
+@pytest.mark.parametrize("is_safetensors", [False, True])
+def test_what_a_save_in_flight_leaves_is_removed_by_the_next_one(tmp_path, exists, is_safetensors):
+    run, folders = Run().train(1), [tmp_path / name for name in ("background", "one after the other")]
+    for folder in folders:
+        if exists:
+            folder.mkdir()
+        use_async = folder is folders[0]
+        run.booster.save(folder, **run.parts, use_safetensors=is_safetensors, use_async=use_async)
+        run.booster.save(folder, run.model, use_safetensors=not is_safetensors, use_async=use_async)
+    run.booster.wait_for_checkpoints()
+    names = [sorted(path.name for path in folder.iterdir()) for folder in folders]
+    assert names[0] == names[1]
+    assert not any("optimizer" in name for name in names[0])
