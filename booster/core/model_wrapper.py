@@ -65,6 +65,7 @@ class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
     precision: Precision | None
     model_parallel_size: int  # ranks that compute each batch together, with equal inputs
     tensor_parallel_size: int  # those of them that compute the same tokens, with shards of layers
+    broadcasts_buffers: bool  # False if each rank trains with its own buffers
     failed_loads: dict[object, str]  # why a load has failed halfway, by the model or optimizer that is incomplete since
 
     def __init__(self, module: nn.Module, forward_module: nn.Module | None = None, *, is_primary: bool = True) -> None:
@@ -75,6 +76,7 @@ class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
         self._is_primary = is_primary
         self.model_parallel_size = self.tensor_parallel_size = 1
         self._is_closed = False
+        self.broadcasts_buffers = True
         self.failed_loads = {}
         self._load_hooks: list[Callable[[], None]] = []
         self._master_slices: list[Callable[[], list[TensorSlice]]] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -35,9 +35,11 @@ from booster.checkpoint_io.saving.part import (
 from booster.checkpoint_io.saving.save import Saver, SaveRequest
 from booster.checkpoint_io.storage import Storage
 from booster.comm import all_gather_bytes
-from booster.errors import CheckpointError
+from booster.errors import CheckpointError, format_list
 from booster.interface import AccumulatedGradients, TensorSlice
 from booster.interface.checkpoint_io import SaveOptions, TrainingParts
+from booster.kernels.checksum import tensor_crc32
+from booster.logger import get_dist_logger
 
 from .accumulated_gradients import gradients_part
 from .document import PerRank, TrainingDocument, scheduler_document
@@ -58,6 +60,7 @@ def random_state_part(tensors: Mapping[str, torch.Tensor], rank: int, target: Sa
 # replaced by another save is detected.
 
 _ACTION = "saving the training state"
+_MAX_NAMES = 5  # per message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +93,7 @@ class TrainingStateSaver:
         self._ranks = ranks
         self._storage = storage
         self._saver = saver
+        self._has_warned_of_buffers = False
         self._issued: dict[Path, int] = {}  # sequence numbers by directory, of saves that may still be in flight
 
     def save(
@@ -137,6 +141,7 @@ class TrainingStateSaver:
         local = self._ranks.run_on_all_ranks(lambda: _local_values(parts, gradients_of), _ACTION)
         payloads, of_rank = all_gather_bytes(local, self._ranks.group)
         values = [json_values.loads(raw, "the ranks' values") for raw in payloads]
+        self._warn_of_local_buffers([one["buffers"] for one in values])
         accumulated = [name for name in gradients_of if any(name in one["waiting"] for one in values)]
         saved_values = [
             {
@@ -151,6 +156,18 @@ class TrainingStateSaver:
             accumulated={name: gradients_of[name] for name in accumulated},
             reduced=[name for name in accumulated if any(name in one["reduced"] for one in values)],
         )
+
+    def _warn_of_local_buffers(self, checksums: Sequence[Mapping[str, int]]) -> None:
+        """Warn once if buffers differ between ranks, of which a checkpoint keeps one rank's."""
+        names = dict.fromkeys(name for one in checksums for name in one)
+        differing = [name for name in names if len({one[name] for one in checksums if name in one}) > 1]
+        if differing and self._ranks.rank == 0 and not self._has_warned_of_buffers:
+            self._has_warned_of_buffers = True
+            get_dist_logger().warning(
+                f"the ranks differ in the buffers {format_list(differing, _MAX_NAMES)}, as broadcast_buffers=False"
+                " leaves each rank its own: the checkpoint has those of one rank, with which all ranks resume. Pass"
+                " broadcast_buffers=True, or sync_batch_norm=True for the statistics of batches"
+            )
 
     def _request(
         self,
@@ -276,6 +293,13 @@ def _local_values(parts: TrainingParts, pending: Mapping[str, AccumulatedGradien
         "dataloaders": {name: loader.state_dict() for name, loader in parts.dataloaders.items()},
         "gradients": {name: gradients.counts().to_plain() for name, gradients in pending.items()},
         "waiting": [name for name, gradients in pending.items() if gradients.has_gradients],
+        "buffers": {
+            f"{name}.{one.name}".lstrip("."): tensor_crc32(one.tensor)
+            for name, model in parts.models.items()
+            if not model.broadcasts_buffers
+            for one in model.tensor_slices()
+            if not one.shared
+        },
         "reduced": [name for name, gradients in pending.items() if gradients.reduced()],
     }
     return json_values.dumps(values, "a dataloader's position").encode()

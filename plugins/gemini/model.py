@@ -89,7 +89,7 @@ class GeminiModel(ModelWrapper):
         super().__init__(module, is_primary=settings.is_first)
         self.manager = manager
         self._settings = settings
-        self._broadcasts_buffers = settings.config.broadcast_buffers and group_size(settings.data_parallel_group) > 1
+        self.broadcasts_buffers = settings.config.broadcast_buffers and group_size(settings.data_parallel_group) > 1
         self._modified_check = ModifiedCheck()
         self.hooks = ModuleHooks(module, manager, self._chunk_params())
         module.register_state_dict_pre_hook(_RefuseHidden(manager))
@@ -107,7 +107,7 @@ class GeminiModel(ModelWrapper):
 
     def _begin_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._require_unmoved()
-        if self._broadcasts_buffers and self.training and torch.is_grad_enabled():
+        if self.broadcasts_buffers and self.training and torch.is_grad_enabled():
             broadcast_coalesced(list(self.module.buffers()), self._settings.data_parallel_group)
 
     # Weights.

@@ -172,7 +172,7 @@ class HybridModel(ZeroModel):
     def begin_batch(self) -> None:
         """Prepare the forwards of a batch's microbatches. Collective: yes."""
         self.wait_for_weights()
-        if self.training and self._broadcasts_buffers:
+        if self.training and self.broadcasts_buffers:
             broadcast_coalesced(list(self.module.buffers()), self._group)
 
     def end_batch(self, stage_group: dist.ProcessGroup | None) -> None:

@@ -103,7 +103,7 @@ class ZeroModel(ModelWrapper):
     ) -> None:
         super().__init__(module, is_primary=is_primary)
         self._group = group
-        self._broadcasts_buffers = broadcasts_buffers
+        self.broadcasts_buffers = broadcasts_buffers
         self._all_gather: ParamAllGather | None = None
 
     def connect(self, all_gather: ParamAllGather) -> None:
@@ -137,7 +137,7 @@ class ZeroModel(ModelWrapper):
         return outputs
 
     def _begin_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._broadcasts_buffers and self.training and torch.is_grad_enabled():
+        if self.broadcasts_buffers and self.training and torch.is_grad_enabled():
             broadcast_coalesced(list(self.module.buffers()), self._group)
 
     def _run_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -43,7 +43,8 @@ class TorchDDPPlugin(DistributedPlugin):
     Collective: every rank must create it, with equal arguments.
 
     Args:
-        broadcast_buffers: If True, broadcast the first rank's buffers after each backward that averages gradients.
+        broadcast_buffers: If True, broadcast the first rank's buffers after each backward that averages gradients. If
+            False, each rank keeps its own; a checkpoint has the first rank's, with which all ranks resume.
         bucket_cap_mb: Bucket size in MiB.
         find_unused_parameters: Unused parameters are always found. On an accelerator with synchronized batch
             normalization, True delays the reduction to the end of backward, because ranks that use different parameters
@@ -106,6 +107,7 @@ class TorchDDPPlugin(DistributedPlugin):
     def _wrap(self, model: nn.Module, optimizer: Optimizer | None, placed: None) -> WrappedPair:
         is_primary = self.dp_rank == 0
         boosted = DDPModel(model, is_primary=is_primary)
+        boosted.broadcasts_buffers = self._config.broadcast_buffers
         if self.dp_size > 1:
             _reducers[model] = self._new_reducer(model, has_optimizer=optimizer is not None)
         wrapped = None if optimizer is None else DDPOptimizer(optimizer, boosted, is_primary=is_primary)

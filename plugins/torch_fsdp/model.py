@@ -71,7 +71,7 @@ class FSDPModel(ModelWrapper):
         self.replicated_params = replicated_params
         self.collective_order = collective_order
         self._writes_shards = writes_shards
-        self._broadcasts_buffers = broadcasts_buffers
+        self.broadcasts_buffers = broadcasts_buffers
         self._is_gathered = False
         self.sharded_params = [param for group in self.fsdp_groups for param in group.params]
         self.fsdp_params: list[Param] = [*self.sharded_params, *replicated_params.params]
@@ -115,7 +115,7 @@ class FSDPModel(ModelWrapper):
     def _begin_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._is_local_forward:
             self.check_not_moved()
-            if self._broadcasts_buffers and self.training and torch.is_grad_enabled():
+            if self.broadcasts_buffers and self.training and torch.is_grad_enabled():
                 broadcast_coalesced(list(self.module.buffers()), None)
             self.collective_order.begin_pass(CollectiveKind.FORWARD_BEGIN, torch.is_grad_enabled())
 

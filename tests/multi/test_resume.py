@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from harness import distributed
@@ -93,3 +95,36 @@ def test_what_one_rank_alone_cannot_save_fails_on_both(tmp_path):
     with pytest.raises(ConfigError, match="num_samples=26"):
         job.booster.load(tmp_path / "c", job.model, job.optimizer, dataloader=loader)
     assert all(torch.equal(tensor, before[name]) for name, tensor in job.tensors().items())
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize(
+    ("options", "is_warned"),
+    [
+        ({"broadcast_buffers": False, "sync_batch_norm": False}, True),
+        ({"broadcast_buffers": False}, False),
+        ({"sync_batch_norm": False}, False),
+    ],
+)
+def test_buffers_that_ranks_keep_for_themselves_are_told_once_by_a_save(tmp_path, options, is_warned):
+    told = []
+    handler = logging.Handler()
+    handler.emit = told.append
+    plugin = TorchDDPPlugin(**options)
+    booster = Booster(plugin=plugin)
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1))
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    inputs = torch.full((4, 2), 1.0 + plugin.dp_rank, device=booster.device)
+    booster.backward(model(inputs).sum(), optimizer)
+    optimizer.step()
+    own = model.module[0].running_mean.clone()
+    logger = logging.getLogger("booster.dist_logger.booster")
+    logger.addHandler(handler)
+    for _ in range(2):
+        booster.save(tmp_path / "c", model, optimizer)
+    logger.removeHandler(handler)
+    warnings = [record.getMessage() for record in told if record.levelname == "WARNING"]
+    assert len(warnings) == (is_warned and plugin.dp_rank == 0)
+    assert all("differ in the buffers 0.running_mean, 0.running_var, as" in text for text in warnings)
+    booster.load(tmp_path / "c", model, optimizer)
+    assert torch.equal(model.module[0].running_mean, own) is not (is_warned and plugin.dp_rank == 1)
