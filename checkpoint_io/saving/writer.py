@@ -242,6 +242,7 @@ STAGING = StagingBuffers(count=4, num_bytes=8 * 2**20)
 
 # Shorter runs are written one by one through the page cache, straight from the tensor if possible. A file of which this
 # rank writes less than `_MIN_DIRECT_BYTES` is not opened with O_DIRECT.
+_STEP_BYTES = 2**19  # small enough to stay in a core's cache between copy and checksum
 _LONG_RUN_BYTES = 2**18
 _MIN_DIRECT_BYTES = 2**20
 
@@ -403,7 +404,7 @@ def _write_run(
     itemsize = source.dtype.itemsize
     start, stop = span
     while start < stop:
-        target = buffer_writer.reserve(offset, (stop - start) * itemsize)
+        target = buffer_writer.reserve(offset, min((stop - start) * itemsize, _STEP_BYTES))
         count = target.numel() // itemsize
         copy_elements(source.tensor, start - source.span[0], start + count - source.span[0], target, source.dtype)
         checksum = crc32(bytes_of(target), checksum)
