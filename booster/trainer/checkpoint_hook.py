@@ -10,9 +10,8 @@ from typing import Any
 from booster.errors import ConfigError
 from booster.validation import check_count, check_flag, check_path
 
-from .hook import Hook
+from .hook import Hook, TrainerState
 from .metric_hooks import BestValue
-from .state import TrainerState
 
 BEST = "best"
 

@@ -14,8 +14,7 @@ from booster.errors import BoosterError, ConfigError, RankFailedError, add_note
 from booster.interface import OptimizerWrapper
 from booster.validation import check_count, check_flag, error_of, is_number
 
-from .hook import Hook
-from .state import TrainerState
+from .hook import Hook, TrainerState
 
 # Note [Average of shards]
 # The average of a weight is a state of the optimizer with the weight's shape: of the shard that this rank updates, in

@@ -1,19 +1,92 @@
-"""Hooks of a `Trainer`: their points, their order, and what happens if one of them raises."""
+"""Hooks of a `Trainer`: what they see of it, their points, their order, and what happens if one of them raises."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from os import PathLike
 from typing import Any, ClassVar
 
-from booster.comm import abort_all_groups, check_same_across_ranks, group_size, report_failure
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from booster.booster import Booster
+from booster.comm import abort_all_groups, any_rank, check_same_across_ranks, group_size, report_failure
 from booster.errors import ConfigError, RankFailedError, add_note
+from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.logger import get_dist_logger
 from booster.validation import error_of, is_int
 
-from .state import TrainerState
+
+class TrainerState(ABC):
+    """Objects and progress of a run, which hooks read.
+
+    Attributes:
+        booster: The Booster.
+        model: Boosted model.
+        optimizer: Boosted optimizer.
+        lr_scheduler: Scheduler of the optimizer, or None.
+        epoch: Number of finished epochs.
+        iteration: Number of batches of this rank since the start of the run.
+        epoch_iteration: Number of batches of the current epoch.
+        step: Number of steps of the optimizer, also skipped ones.
+        total_steps: Number of steps at which `fit` ends; None if it counts epochs.
+        is_step_end: Whether the optimizer has stepped in this iteration: the last of an accumulation.
+        is_fitting: Whether `fit` is running.
+        is_resumed: Whether `fit` was asked to resume.
+        has_evaluation: Whether `fit` has an `eval_loader`.
+        batch: Current batch: a mapping, or a `LabeledBatch` with `inputs` and `targets`.
+        loss: Detached loss of this rank's batch; None on pipeline stages that do not have it.
+        outputs: Outputs of the batch, if a hook has them in `needs_outputs`; None on pipeline stages but the last.
+        grad_norm: Gradient norm of the last step before clipping; None without `max_norm`.
+        metrics: Numbers that hooks have computed, by name, equal on all ranks.
+        resources: Contexts that hooks enter in `before_fit`; left when `fit` ends or raises.
+    """
+
+    booster: Booster
+    model: ModelWrapper
+    optimizer: OptimizerWrapper
+    lr_scheduler: LRScheduler | None
+    resources: ExitStack
+
+    def __init__(self) -> None:
+        self.epoch = self.iteration = self.epoch_iteration = self.step = 0
+        self.total_steps: int | None = None
+        self.is_step_end = False
+        self.is_fitting = False
+        self.is_resumed = False
+        self.has_evaluation = False
+        self.batch: Any = None
+        self.loss: torch.Tensor | None = None
+        self.outputs: Any = None
+        self.grad_norm: torch.Tensor | None = None
+        self.metrics: dict[str, float] = {}
+        self._is_stopped = False
+
+    def stop(self, condition: bool = True) -> None:
+        """End `fit` on all ranks after this iteration if the condition holds on any of them.
+
+        Args:
+            condition: Whether to stop, on this rank.
+
+        Collective: every rank must call it.
+        """
+        self._is_stopped = any_rank([bool(condition)])[0] or self._is_stopped
+
+    @abstractmethod
+    def save(
+        self,
+        path: str | PathLike[str],
+        *,
+        step: int | None = None,
+        keep_last: int | None = None,
+        use_async: bool = False,
+    ) -> None:
+        """Save the run for an exact resume."""
+
 
 # Note [Failing hooks]
 # An error of a hook's `before_fit`, which is where hooks check their settings, is raised on all ranks. At all other

@@ -15,8 +15,7 @@ from booster.errors import ConfigError
 from booster.validation import check_count, is_non_nan_number
 
 from .batches import num_samples_of, targets_of
-from .hook import Hook, hook_name
-from .state import TrainerState
+from .hook import Hook, TrainerState, hook_name
 
 
 def gather_floats(numbers: Sequence[float]) -> list[list[float]]:

@@ -16,8 +16,7 @@ from booster.monitor import Monitor
 from booster.monitor.step_stats import NON_TRAINING_PHASES, StepStats
 from booster.validation import check_path, is_count
 
-from .hook import Hook
-from .state import TrainerState
+from .hook import Hook, TrainerState
 
 
 class MonitorHook(Hook):

@@ -8,8 +8,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from booster.errors import ConfigError
 
-from .hook import Hook
-from .state import TrainerState
+from .hook import Hook, TrainerState
 
 _UNITS = ("step", "epoch", "evaluation")
 

@@ -24,10 +24,9 @@ from booster.validation import check_clipping, check_count, check_path, error_of
 from .batches import as_batch, batches_of, check_loader, is_last_batch, join_batches, loss_of
 from .checkpoint_hook import CheckpointHook
 from .gradient_handlers import Given, attach_gradient_handlers, resolve_gradient_handlers
-from .hook import HookList, check_hook
+from .hook import HookList, TrainerState, check_hook
 from .metric_hooks import LossHook
 from .schedule_hook import LRScheduleHook
-from .state import TrainerState
 
 _AUTO = "auto"
 
