@@ -226,6 +226,14 @@ class DocumentRecord:
         """Return the record of a file with this content."""
         return cls(num_bytes=len(raw), crc32=zlib.crc32(raw))
 
+    def check(self, raw: bytes, path: object) -> None:
+        """Raise `CheckpointError` if a file has another content."""
+        if DocumentRecord.of(raw) != self:
+            raise CheckpointError(
+                f"{path} differs from its checksum: it is damaged, edited or from another save. Take another copy of"
+                " the checkpoint"
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:

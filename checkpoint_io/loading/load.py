@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -162,18 +162,6 @@ def check_verify(verify: object) -> None:
     """Raise `ConfigError` unless `verify` is a supported verification mode."""
     if verify not in VERIFY:
         raise ConfigError(f"verify={verify!r} is not a verification mode: give one of {', '.join(VERIFY)}")
-
-
-class Load(Protocol):
-    """One object to load: `check` runs on all objects, then `fill`. Both are collective."""
-
-    def check(self) -> None:
-        """Raise on every rank if the load cannot succeed; change nothing."""
-        ...
-
-    def fill(self) -> None:
-        """Fill this rank's memory."""
-        ...
 
 
 @contextmanager

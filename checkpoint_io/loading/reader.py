@@ -20,7 +20,6 @@ from booster.checkpoint_io.commit import paths_in
 from booster.checkpoint_io.formats.json import MAX_JSON_BYTES, parse_json
 from booster.checkpoint_io.formats.manifest import (
     MANIFEST_KEY,
-    DocumentRecord,
     FileRecord,
     Manifest,
     check_ranges_cover,
@@ -234,11 +233,7 @@ def read_recorded(directory: DirectoryReader, name: str, manifest: Manifest) -> 
             " damaged. Take another copy of the checkpoint"
         )
     raw = directory.read(name)
-    if DocumentRecord.of(raw) != record:
-        raise CheckpointError(
-            f"{path} differs from its checksum: it is damaged, edited or from another save. Take another copy of the"
-            " checkpoint"
-        )
+    record.check(raw, path)
     return raw
 
 

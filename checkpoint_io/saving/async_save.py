@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -112,17 +112,16 @@ def stage_slices(ranges: Sequence[WriteRange], slices: Sequence[TensorSlice], ar
     used = {each.slice_index: slices[each.slice_index] for each in ranges}
     is_pinned = synchronize_devices(one.tensor for one in used.values())
     blocks = [arena.allocate(size, is_pinned=is_pinned) for size in sizes]
-    keys = ("name", "dtype", "global_shape", "box", "primary", "shared")
-    metadata = {index: {key: getattr(one, key) for key in keys} for index, one in used.items()}
+    # Without the tensors, which the caller may free.
+    forms = {index: replace(one, span=(0, 0), tensor=torch.empty(0)) for index, one in used.items()}
 
     def target_of(write_range: WriteRange) -> torch.Tensor:
         block, start, stop = places[write_range]
         return blocks[block][start:stop]
 
     def copy_of(write_range: WriteRange) -> TensorSlice:
-        of_slice = metadata[write_range.slice_index]
-        copied = target_of(write_range).view(of_slice["dtype"])
-        return TensorSlice(span=write_range.span, tensor=copied, **of_slice)
+        form = forms[write_range.slice_index]
+        return replace(form, span=write_range.span, tensor=target_of(write_range).view(form.dtype))
 
     _copy_all([(used[each.slice_index], each, target_of(each)) for each in ranges])
     return copy_of

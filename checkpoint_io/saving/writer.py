@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import LifoQueue
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -179,8 +180,9 @@ class StagingBuffers:
     def __init__(self, count: int, num_bytes: int) -> None:
         self.count = count
         self.num_bytes = num_bytes
-        self._idle = [_Buffer() for _ in range(count)]
-        self._changed = threading.Condition()
+        self._idle = LifoQueue[_Buffer]()
+        for _ in range(count):
+            self._idle.put(_Buffer())
 
     @contextmanager
     def borrow(self, *, is_pinned: bool = False) -> Iterator[torch.Tensor]:
@@ -189,24 +191,20 @@ class StagingBuffers:
         Args:
             is_pinned: Whether an accelerator will write into it.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: bool(self._idle))
-            # In a fake world each thread has its own, and what is kept for the process does not count.
-            buffer = _Buffer() if fake.replicas is not None else self._idle.pop()
+        if fake.replicas is not None:  # each thread has its own: what is kept for the process does not count
+            yield host_memory(self.num_bytes, is_pinned=is_pinned)
+            return
+        buffer = self._idle.get()
         try:
             if buffer.memory is None or (is_pinned and not buffer.is_pinned):
                 buffer.memory = None  # free the old memory before allocating the new one
-                is_plain = is_pinned or fake.replicas is not None
                 buffer.memory = (
-                    host_memory(self.num_bytes, is_pinned=is_pinned) if is_plain else aligned_buffer(self.num_bytes)
+                    host_memory(self.num_bytes, is_pinned=True) if is_pinned else aligned_buffer(self.num_bytes)
                 )
                 buffer.is_pinned = is_pinned
             yield buffer.memory
         finally:
-            with self._changed:
-                if fake.replicas is None:
-                    self._idle.append(buffer)
-                self._changed.notify()
+            self._idle.put(buffer)
 
 
 def host_memory(num_bytes: int, *, is_pinned: bool) -> torch.Tensor:
@@ -242,9 +240,9 @@ STAGING = StagingBuffers(count=4, num_bytes=8 * 2**20)
 
 # Shorter runs are written one by one through the page cache, straight from the tensor if possible. A file of which this
 # rank writes less than `_MIN_DIRECT_BYTES` is not opened with O_DIRECT.
-_STEP_BYTES = 2**19  # small enough to stay in a core's cache between copy and checksum
 _LONG_RUN_BYTES = 2**18
 _MIN_DIRECT_BYTES = 2**20
+_STEP_BYTES = 2**19  # small enough to stay in a core's cache between copy and checksum
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,25 +336,6 @@ def read_range(source: TensorSlice, write_range: WriteRange, out: torch.Tensor) 
     """
     start = source.span[0]
     copy_elements(source.tensor, write_range.span[0] - start, write_range.span[1] - start, out, source.dtype)
-
-
-def write_range_bytes(
-    storage: Storage, file: OpenFile, image: FileImage, write_range: WriteRange, data: torch.Tensor
-) -> int:
-    """Write a range's bytes, as returned by `read_range`, to their file offsets and return their crc32.
-
-    Args:
-        storage: Storage of the file.
-        file: File opened for writing; the caller syncs it.
-        image: File image.
-        write_range: Range.
-        data: Bytes of the range, on the CPU.
-    """
-    view = bytes_of(data)
-    spec = image.specs[write_range.name]
-    for logical, local, length in _runs(spec.shape, write_range, write_range.span, spec.dtype.itemsize):
-        storage.write_at(file, view[local : local + length], image.offsets[write_range.name] + logical)
-    return crc32(view)
 
 
 def _jobs(part: PartWrites, checksums: list[int]) -> Iterator[_WriteJob]:
@@ -484,10 +463,14 @@ class Relay:
                 buffer = torch.empty(num_bytes, dtype=torch.uint8)
                 receive(buffer, write_range.owner, self._group)
                 path, image = files[write_range.file]
-                written[write_range] = 0
+                view, spec, base = bytes_of(buffer), image.specs[write_range.name], image.offsets[write_range.name]
+                written[write_range] = crc32(view)
                 try:
                     with storage.open_for_writing(path) as file:
-                        written[write_range] = write_range_bytes(storage, file, image, write_range, buffer)
+                        for logical, local, length in _runs(
+                            spec.shape, write_range, write_range.span, spec.dtype.itemsize
+                        ):
+                            storage.write_at(file, view[local : local + length], base + logical)
                 except OSError as error:
                     failure = failure or error
                 touched.add(path)

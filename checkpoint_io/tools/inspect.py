@@ -14,7 +14,7 @@ import torch
 
 from booster.checkpoint_io.commit import list_directory, read_document
 from booster.checkpoint_io.formats import json_values
-from booster.checkpoint_io.formats.manifest import DocumentRecord, Manifest
+from booster.checkpoint_io.formats.manifest import Manifest
 from booster.checkpoint_io.formats.optimizer_values import parse_values
 from booster.checkpoint_io.formats.tensor_files import GROUPS_KEY, open_tensor_file
 from booster.checkpoint_io.layout import GRADIENTS, MODEL, OPTIMIZER, RANDOM_STATE, FileKind, FileNames
@@ -143,10 +143,7 @@ def read_training_state(storage: Storage, contents: CheckpointContents) -> bytes
     if contents.manifest is None:
         return None
     raw = read_document(storage, contents.path, TRAINING_STATE)
-    if DocumentRecord.of(raw) != contents.manifest.documents[TRAINING_STATE]:
-        raise CheckpointError(
-            f"{contents.path / TRAINING_STATE} is not the file that was saved: take another copy of the checkpoint"
-        )
+    contents.manifest.documents[TRAINING_STATE].check(raw, contents.path / TRAINING_STATE)
     return raw
 
 
@@ -326,11 +323,7 @@ def verify_documents(storage: Storage, contents: CheckpointContents) -> int:
     if contents.manifest is None:
         return 0
     for name, record in contents.manifest.documents.items():
-        if DocumentRecord.of(read_document(storage, contents.path, name)) != record:
-            raise CheckpointError(
-                f"{contents.path / name} is not the file that was written: its size or checksum differs. Take another"
-                " copy of it"
-            )
+        record.check(read_document(storage, contents.path, name), contents.path / name)
     return len(contents.manifest.documents)
 
 

@@ -13,64 +13,19 @@ from booster.checkpoint_io.commit import read_document
 from booster.checkpoint_io.formats.manifest import DocumentRecord, Manifest
 from booster.checkpoint_io.layout import GRADIENTS, MODEL, OPTIMIZER, RANDOM_STATE
 from booster.checkpoint_io.loading.fill import read_slices
-from booster.checkpoint_io.loading.load import Load, Loader, ModelLoad, OptimizerLoad, incomplete_on_failure
+from booster.checkpoint_io.loading.load import Loader, ModelLoad, OptimizerLoad, incomplete_on_failure
 from booster.checkpoint_io.loading.reader import StoredCheckpoint
 from booster.checkpoint_io.parallel import CheckpointGroup
 from booster.checkpoint_io.storage import Storage
 from booster.comm import all_gather_bytes, check_same_across_ranks
 from booster.errors import CheckpointError, format_list
 from booster.interface import TensorSlice
-from booster.interface.checkpoint_io import ProcessRNG, TrainingParts
+from booster.interface.checkpoint_io import TrainingParts
 from booster.logger import get_dist_logger
 
 from .accumulated_gradients import AccumulatedGradientsLoad
 from .document import TrainingDocument, scheduler_state
 from .retention import LATEST, TRAINING_STATE, StepDirectories, read_training_manifest
-
-
-class RandomStateLoad:
-    """Load of this rank's random generators.
-
-    Args:
-        loader: Loader that opens the files.
-        directory: Directory of the training state.
-        num_stored: Number of ranks that saved.
-        random_state: Random generators of this process.
-    """
-
-    def __init__(self, loader: Loader, directory: Path, num_stored: int, random_state: ProcessRNG) -> None:
-        self._loader = loader
-        self._directory = directory
-        self._num_stored = num_stored
-        self._random_state = random_state
-        self._action = f"loading the random state from {directory}"
-
-    def check(self) -> None:
-        """Read the states, which are small. Collective.
-
-        Raises:
-            CheckpointError: A state is missing or damaged.
-        """
-        stored = self._loader.open(self._directory, RANDOM_STATE)
-        self._loader.verify(stored)
-        self._state = self._loader.ranks.run_on_all_ranks(lambda: self._read(stored), self._action)
-
-    def fill(self) -> None:
-        """Restore the generators. Collective."""
-        self._loader.ranks.run_on_all_ranks(lambda: self._random_state.restore(self._state), self._action)
-
-    def _read(self, stored: StoredCheckpoint) -> Mapping[str, torch.Tensor]:
-        rank = self._loader.ranks.rank
-        prefix = f"rank{rank % self._num_stored}."
-        state: dict[str, torch.Tensor] = {}
-        for name, spec in stored.specs.items():
-            if name.startswith(prefix):
-                tensor = torch.empty(spec.shape, dtype=spec.dtype)
-                read_slices(stored, [(name, TensorSlice.full(name, tensor, primary=False))])
-                state[name.removeprefix(prefix)] = tensor
-        self._random_state.check(state)
-        return state if rank < self._num_stored else self._random_state.derive(state, rank)
-
 
 _MAX_NAMES = 5  # per message
 _MAX_ATTEMPTS = 20  # of a load beside saves that remove what it has found
@@ -123,13 +78,12 @@ class _TrainingStateLoad:
         strict: bool,
         action: str,
     ) -> None:
-        self._ranks = loader.ranks
+        self._loader, self._ranks = loader, loader.ranks
         self._directory = directory
         self._document = document
         self._parts = parts
         self._action = action
         self._loads = list(_loads(loader, directory, document, parts, strict=strict))
-        self._random_state = RandomStateLoad(loader, directory, len(document.per_rank.of_rank), parts.random_state)
 
     def check(self) -> None:
         """Read what is needed to know that all parts fit.
@@ -145,8 +99,11 @@ class _TrainingStateLoad:
             },
             self._action,
         )
-        for load in (*self._loads, self._random_state):
+        for load in self._loads:
             load.check()
+        stored = self._loader.open(self._directory, RANDOM_STATE)
+        self._loader.verify(stored)
+        self._random_state = self._ranks.run_on_all_ranks(lambda: self._read_random_state(stored), self._action)
 
     def fill(self) -> None:
         """Fill the parts."""
@@ -166,7 +123,21 @@ class _TrainingStateLoad:
             for load in self._loads:
                 load.fill()
             ranks.run_on_all_ranks(self._finish, self._action)
-        self._random_state.fill()  # last: no random numbers are drawn after it
+        # Last: no random numbers are drawn after it.
+        ranks.run_on_all_ranks(lambda: parts.random_state.restore(self._random_state), self._action)
+
+    def _read_random_state(self, stored: StoredCheckpoint) -> Mapping[str, torch.Tensor]:
+        random_state, rank = self._parts.random_state, self._ranks.rank
+        num_stored = len(self._document.per_rank.of_rank)
+        prefix = f"rank{rank % num_stored}."
+        state: dict[str, torch.Tensor] = {}
+        for name, spec in stored.specs.items():
+            if name.startswith(prefix):
+                tensor = torch.empty(spec.shape, dtype=spec.dtype)
+                read_slices(stored, [(name, TensorSlice.full(name, tensor, primary=False))])
+                state[name.removeprefix(prefix)] = tensor
+        random_state.check(state)
+        return state if rank < num_stored else random_state.derive(state, rank)
 
     def _finish(self) -> None:
         for name, optimizer in self._parts.optimizers.items():
@@ -290,7 +261,7 @@ def _read_checked(storage: Storage, directory: Path, manifest: Manifest, parts: 
 
 def _loads(
     loader: Loader, directory: Path, document: TrainingDocument, parts: TrainingParts, *, strict: bool
-) -> Iterator[Load]:
+) -> Iterator[ModelLoad | OptimizerLoad | AccumulatedGradientsLoad]:
     for name, model in parts.models.items():
         yield ModelLoad(loader, model, directory / name, strict=strict, frozen=parts.frozen.get(name, ()))
     for name, optimizer in parts.optimizers.items():
