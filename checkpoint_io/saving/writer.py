@@ -338,6 +338,25 @@ def read_range(source: TensorSlice, write_range: WriteRange, out: torch.Tensor) 
     copy_elements(source.tensor, write_range.span[0] - start, write_range.span[1] - start, out, source.dtype)
 
 
+def write_range_bytes(
+    storage: Storage, file: OpenFile, image: FileImage, write_range: WriteRange, data: torch.Tensor
+) -> int:
+    """Write a range's bytes, as returned by `read_range`, to their file offsets and return their crc32.
+
+    Args:
+        storage: Storage of the file.
+        file: File opened for writing; the caller syncs it.
+        image: File image.
+        write_range: Range.
+        data: Bytes of the range, on the CPU.
+    """
+    view = bytes_of(data)
+    spec = image.specs[write_range.name]
+    for logical, local, length in _runs(spec.shape, write_range, write_range.span, spec.dtype.itemsize):
+        storage.write_at(file, view[local : local + length], image.offsets[write_range.name] + logical)
+    return crc32(view)
+
+
 def _jobs(part: PartWrites, checksums: list[int]) -> Iterator[_WriteJob]:
     """Group the ranges into jobs; see Note [Write jobs]."""
     job: _WriteJob | None = None
@@ -463,14 +482,10 @@ class Relay:
                 buffer = torch.empty(num_bytes, dtype=torch.uint8)
                 receive(buffer, write_range.owner, self._group)
                 path, image = files[write_range.file]
-                view, spec, base = bytes_of(buffer), image.specs[write_range.name], image.offsets[write_range.name]
-                written[write_range] = crc32(view)
+                written[write_range] = 0
                 try:
                     with storage.open_for_writing(path) as file:
-                        for logical, local, length in _runs(
-                            spec.shape, write_range, write_range.span, spec.dtype.itemsize
-                        ):
-                            storage.write_at(file, view[local : local + length], base + logical)
+                        written[write_range] = write_range_bytes(storage, file, image, write_range, buffer)
                 except OSError as error:
                     failure = failure or error
                 touched.add(path)

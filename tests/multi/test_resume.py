@@ -125,6 +125,6 @@ def test_buffers_that_ranks_keep_for_themselves_are_told_once_by_a_save(tmp_path
     logger.removeHandler(handler)
     warnings = [record.getMessage() for record in told if record.levelname == "WARNING"]
     assert len(warnings) == (is_warned and plugin.dp_rank == 0)
-    assert all("differ in the buffers 0.running_mean, 0.running_var, as" in text for text in warnings)
+    assert all("differ in the buffers 0.running_mean, as" in text for text in warnings)
     booster.load(tmp_path / "c", model, optimizer)
     assert torch.equal(model.module[0].running_mean, own) is not (is_warned and plugin.dp_rank == 1)

@@ -285,7 +285,7 @@ def test_a_save_that_another_one_replaces_at_once_does_not_call_it_a_release(tmp
     assert "transformers" not in capfd.readouterr().err
 
 
-class _Meeting(Storage):
+class _BothBegin(Storage):
     """Lets both of two saves begin before either writes."""
 
     def __init__(self):
@@ -301,7 +301,7 @@ class _Meeting(Storage):
 
 @pytest.mark.parametrize("size_per_shard", [1024, 200e-6])
 def test_asynchronous_saves_in_two_formats_end_as_one_after_the_other(tmp_path, size_per_shard):
-    storage = _Meeting()
+    storage = _BothBegin()
     saves = [GeneralCheckpointIO(storage=storage) for _ in range(2)]
     for number, one in enumerate(saves):
         model, is_safetensors = ModelWrapper(Net(number)), number == 0
