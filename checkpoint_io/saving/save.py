@@ -463,7 +463,7 @@ class _SaveJob:
             records = {name: DocumentRecord.of(raw) for name, raw in sorted(documents.items())}
             manifest = Manifest(kind="training_state", files={}, documents=records, metadata=metadata)
             small_files[directory / self._request.manifest_name] = manifest.encode()
-        # Concurrent fsyncs share commits of the file system's journal: 7 files take 2 ms instead of 15.
+        # Concurrent fsyncs share commits of the file system's journal: on ext4, 7 files alone took 2 ms instead of 15.
         run_in_threads(
             lambda file: self._storage.write_file(*file), small_files.items(), min(_NUM_THREADS, len(small_files))
         )

@@ -242,7 +242,6 @@ STAGING = StagingBuffers(count=4, num_bytes=8 * 2**20)
 # rank writes less than `_MIN_DIRECT_BYTES` is not opened with O_DIRECT.
 _LONG_RUN_BYTES = 2**18
 _MIN_DIRECT_BYTES = 2**20
-_STEP_BYTES = 2**19  # small enough to stay in a core's cache between copy and checksum
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,7 +401,7 @@ def _write_run(
     itemsize = source.dtype.itemsize
     start, stop = span
     while start < stop:
-        target = buffer_writer.reserve(offset, min((stop - start) * itemsize, _STEP_BYTES))
+        target = buffer_writer.reserve(offset, (stop - start) * itemsize)
         count = target.numel() // itemsize
         copy_elements(source.tensor, start - source.span[0], start + count - source.span[0], target, source.dtype)
         checksum = crc32(bytes_of(target), checksum)
