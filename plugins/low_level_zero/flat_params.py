@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from booster.comm import fake, sum_dtype
-from booster.core.shard_aware import follow_weights
+from booster.core.shard_aware import update_master
 from booster.interface import Shard, shard_spec_of
 from booster.plugins.sharding.config import ShardGroups, ZeroConfig
 from booster.plugins.sharding.pinned_memory import PinnedMemory
@@ -249,11 +249,20 @@ class FlatGroup:
         """Copy the masters into this rank's shards of the weights, after a step."""
         if self.masters is None:
             return
-        for index, bucket in enumerate(self.layout.buckets):
-            master = self.masters[bucket.offset_in_shard : bucket.offset_in_shard + bucket.shard_numel]
+        for index, (bucket, master, weights) in enumerate(self._own_shards(self.masters)):
             if self.is_offloaded:
                 master = self._weights_to_send(index, bucket).copy_(master)
-            self.weights[bucket.shard_range(self.groups.rank)].copy_(master, non_blocking=True)
+            weights.copy_(master, non_blocking=True)
+
+    def _own_shards(self, masters: torch.Tensor) -> Iterator[tuple[Bucket, torch.Tensor, torch.Tensor]]:
+        """Yield the buckets, with the masters and the weights of this rank's shard."""
+        for bucket in self.layout.buckets:
+            start = bucket.offset_in_shard
+            yield (
+                bucket,
+                masters[start : start + bucket.shard_numel],
+                self.weights[bucket.shard_range(self.groups.rank)],
+            )
 
     def _weights_to_send(self, index: int, bucket: Bucket) -> torch.Tensor:
         """Return pinned memory for weights that are copied to the accelerator, so that the host does not wait.
@@ -268,18 +277,23 @@ class FlatGroup:
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
-        """Copy externally changed weights into the masters; see `follow_weights`."""
+        """Copy externally changed weights into the masters; see `update_master`."""
         if self.masters is not None:
-            for owned in self.owned:
-                follow_weights(owned.shard)
+            for _, master, weights in self._own_shards(self.masters):
+                update_master(master, weights)
 
     def record_versions(self) -> None:
-        """Record the version counters of the weights; see `was_modified`."""
+        """Record the version counters of the weights; see `follow_weights`."""
         self._versions = [parameter._version for parameter in self.parameters]
 
-    def was_modified(self) -> bool:
-        """Return whether a weight was modified in place since `record_versions`, except through `.data`."""
-        return self._versions != [parameter._version for parameter in self.parameters]
+    def follow_weights(self) -> None:
+        """Copy weights that were written since the last step into the masters.
+
+        Values are compared, as a write through `.data` changes no version counter. Not those of offloaded masters, for
+        which all weights would be moved to the host: they only follow writes that change one.
+        """
+        if not self.is_offloaded or self._versions != [parameter._version for parameter in self.parameters]:
+            self.refresh_masters()
 
     def _new_masters(self, config: ZeroConfig) -> torch.Tensor | None:
         dtype = sum_dtype(self.dtype) if config.master_weights else self.dtype

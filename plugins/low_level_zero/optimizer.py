@@ -273,8 +273,7 @@ class ZeroOptimizer(ShardedOptimizer):
     def _fetch_weights(self) -> None:
         self.param_all_gather.wait()  # without a forward since the last step, own shards may still be in flight
         for flat in self._flat_groups:
-            if flat.was_modified():  # by unwrap_model(model).apply(...) or the like
-                flat.refresh_masters()
+            flat.follow_weights()  # which unwrap_model(model).apply(...) or the like has written
 
     def _update_parameters(self) -> None:
         self._fetch_weights()

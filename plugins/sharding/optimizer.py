@@ -520,7 +520,8 @@ def replaced_memory_error(name: str) -> ConfigError:
     """Return the error of updating a parameter whose memory was replaced."""
     return ConfigError(
         f"the memory of {name!r} was replaced after boost(), by model.to(), .half(), .data = or the like, so that the"
-        " optimizer's updates would not reach the model: do it before boost()"
+        " optimizer's updates would not reach the model: do it before boost(), and write values into the memory that is"
+        " there, as by parameter.data.copy_(values), under FSDP inside of `with model.gathered():`"
     )
 
 

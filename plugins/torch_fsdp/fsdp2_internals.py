@@ -67,6 +67,8 @@ class ShardedParam:
     Attributes:
         name: First name in the model.
         parameter: DTensor that the model shows between forwards.
+        unsharded_param: Parameter that forwards use, whose memory is freed between them; None before the first
+            all-gather.
         is_used: Whether a backward of this accumulation produced a gradient.
         reduced_grad: This rank's shard of the reduced gradient, flat, or None.
         is_reduced: Whether it takes part in reductions: it is trainable, or was in this accumulation.
@@ -81,10 +83,13 @@ class ShardedParam:
         self.fsdp_param = fsdp_param
         self.rank = rank
         self.parameter: nn.Parameter = fsdp_param.sharded_param
+        self.unsharded_param: nn.Parameter | None = None
         self.is_used = False
         self.reduced_grad: torch.Tensor | None = None
         self._requires_grad = self.is_reduced = self.parameter.requires_grad
         self._data_ptr = self.padded_shard.data_ptr()
+        # An assignment to `.data` gives a tensor another storage. That of a DTensor is empty, and not its shard's.
+        self._storages = [(self.parameter, self.parameter.untyped_storage())]
         self.shape = tuple(self.parameter.shape)
         self.padded_numel = fsdp_param.padded_sharded_param_size.numel()
         numel = math.prod(self.shape)
@@ -99,8 +104,11 @@ class ShardedParam:
 
     def set_on_modules(self, parameter: nn.Parameter) -> None:
         """Show a tensor of this parameter in the model; replacement of `FSDPParam._setattr_on_modules`."""
-        if parameter.__dict__ is not self.original.__dict__:
+        if parameter.__dict__ is not self.original.__dict__:  # the first time
             _share_attributes(self.original, parameter)
+            if parameter is getattr(self.fsdp_param, "_unsharded_param", None):
+                self.unsharded_param = parameter
+                self._storages.append((parameter, parameter.untyped_storage()))
         if parameter.requires_grad is not self.sync_requires_grad():
             parameter.requires_grad_(self._requires_grad)
         if self._places is None:
@@ -137,6 +145,9 @@ class ShardedParam:
         info, fsdp_param = self.fsdp_param._module_info, self.fsdp_param
         if fsdp_param._sharded_param_data.data_ptr() != self._data_ptr:
             return "memory"
+        for tensor, storage in self._storages:
+            if tensor.untyped_storage() is not storage:
+                return "memory"
         if info.module._parameters.get(info.param_name) is self.parameter and not info.shared_modules:
             return None
         own = [
@@ -157,26 +168,14 @@ class ShardedParam:
         """Apply the last change of requires_grad on any of the tensors to all of them, and return it."""
         before, info = self._requires_grad, self.fsdp_param._module_info
         shown = info.module._parameters[info.param_name]
-        # Not `shown` and a loop: this runs several times a step for each parameter.
-        if (
-            self.original.requires_grad is before
-            and self.parameter.requires_grad is before
-            and shown.requires_grad is before  # type: ignore[union-attr]
-        ):
+        # Not `self.shown` and a loop: this runs several times a step for each parameter.
+        if self.original.requires_grad is self.parameter.requires_grad is shown.requires_grad is before:  # type: ignore[union-attr]
             return before
         self._requires_grad = not before
         self.is_reduced = self.is_reduced or not before
         for one in (self.original, self.parameter, self.shown):
             one.requires_grad_(not before)
         return self._requires_grad
-
-    @property
-    def unsharded_param(self) -> nn.Parameter | None:
-        """The parameter that forwards use, whose memory is freed between them; None before the first all-gather."""
-        try:
-            return self.fsdp_param._unsharded_param
-        except AttributeError:
-            return None
 
     # Gradients. `unsharded_accumulated_grad` is that of earlier backwards in the dtype of the reduction.
 

@@ -72,7 +72,7 @@ class FSDPModel(ModelWrapper):
         self.collective_order = collective_order
         self._writes_shards = writes_shards
         self.broadcasts_buffers = broadcasts_buffers
-        self._is_gathered = False
+        self._is_gathered = self._has_evaluated = False
         self.sharded_params = [param for group in self.fsdp_groups for param in group.params]
         self.fsdp_params: list[Param] = [*self.sharded_params, *replicated_params.params]
         self.param_of = {id(param.parameter): param for param in self.fsdp_params}
@@ -115,6 +115,8 @@ class FSDPModel(ModelWrapper):
     def _begin_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._is_local_forward:
             self.check_not_moved()
+            if self._has_evaluated:
+                self._has_evaluated = False
             if self.broadcasts_buffers and self.training and torch.is_grad_enabled():
                 broadcast_coalesced(list(self.module.buffers()), None)
             self.collective_order.begin_pass(CollectiveKind.FORWARD_BEGIN, torch.is_grad_enabled())
@@ -122,6 +124,15 @@ class FSDPModel(ModelWrapper):
     def _end_run(self) -> None:
         if not self._is_local_forward:
             self.collective_order.synchronize_end(CollectiveKind.FORWARD_END)
+            if not torch.is_grad_enabled():
+                self._has_evaluated = True
+
+    def unwrap(self) -> nn.Module:
+        """Return the user's model. An evaluation leaves weights gathered, which are freed: writes to them are lost."""
+        if self._has_evaluated:
+            self._has_evaluated = False
+            self.reshard()
+        return super().unwrap()
 
     def _run_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._reset_on_error():
@@ -144,20 +155,19 @@ class FSDPModel(ModelWrapper):
                 )
 
     @contextmanager
-    def backward(self, *, sync_gradients: bool) -> Iterator[None]:
+    def collecting(self, *, synchronizes: bool) -> Iterator[None]:
         """Context that autograd runs in. Collective on exit.
 
         Args:
-            sync_gradients: If True, gradients are reduced; otherwise each rank accumulates them unsharded.
+            synchronizes: If True, gradients are reduced; otherwise each rank accumulates them unsharded.
 
         Raises:
             ConfigError: The model is inside of `gathered()`, where gradients are not collected.
         """
-        if self._is_gathered:
-            raise ConfigError("backward() inside of `with model.gathered():`: leave the block first")
+        self.check_not_gathered("backward()")
         for group in self.fsdp_groups:
-            group.reduces_grads = sync_gradients
-        self.collective_order.begin_pass(CollectiveKind.BACKWARD_BEGIN, sync_gradients)
+            group.reduces_grads = synchronizes
+        self.collective_order.begin_pass(CollectiveKind.BACKWARD_BEGIN, synchronizes)
         with self._reset_on_error():
             for group in self.fsdp_groups:
                 group.gather_for_graph_of_gradients()
@@ -199,14 +209,14 @@ class FSDPModel(ModelWrapper):
         weights = [one.unsharded_param if isinstance(one, ShardedParam) else one.parameter for one in self.fsdp_params]
         torch.autograd.graph.increment_version([one for one in weights if one is not None])
 
-    def check_may_step(self) -> None:
-        """Check that an update of the shards would not be lost.
+    def check_not_gathered(self, call: str) -> None:
+        """Check that a call is not made inside of `gathered()`.
 
         Raises:
-            ConfigError: The model is inside of `gathered()`, whose weights overwrite the shards at its end.
+            ConfigError: It is. Gradients are not collected there, and its weights overwrite the shards at its end.
         """
         if self._is_gathered:
-            raise ConfigError("optimizer.step() inside of `with model.gathered():`: leave the block first")
+            raise ConfigError(f"{call} inside of `with model.gathered():`: leave the block first")
 
     def clear_grads(self, *, keep_used: bool = False) -> None:
         """Drop all gradients."""

@@ -203,7 +203,7 @@ class FSDPOptimizer(ShardedOptimizer):
     # Backward.
 
     def _backward_context(self) -> AbstractContextManager[None]:
-        return self.model.backward(sync_gradients=self._synchronizes)
+        return self.model.collecting(synchronizes=self._synchronizes)
 
     # Gradients.
 
@@ -272,7 +272,7 @@ class FSDPOptimizer(ShardedOptimizer):
     # Step.
 
     def _check_weights(self) -> None:
-        self.model.check_may_step()
+        self.model.check_not_gathered("optimizer.step()")
         self.model.check_not_moved()
         self._check_no_foreign_gradients((param.name, param.parameter) for param in self.model.sharded_params)
         for update in self._updates:
@@ -281,6 +281,8 @@ class FSDPOptimizer(ShardedOptimizer):
 
     def _fetch_weights(self) -> None:
         self.model.reshard()
+        if self._keeps_masters:
+            self._refresh_masters()
         if self._redistributed is not None:
             self._redistributed.gather_weights()
 

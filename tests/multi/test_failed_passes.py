@@ -253,6 +253,82 @@ def test_masters_follow_weights_that_the_user_writes():
     assert bool((parts["student"].weight == 3.0).all())
 
 
+class _Writes:
+    """Ways to write all weights of a boosted model between two steps."""
+
+    @staticmethod
+    def in_place(parameters):
+        with torch.no_grad():
+            for one in parameters:
+                one.clamp_(-0.01, 0.01)
+
+    @staticmethod
+    def by_data(parameters):
+        for one in parameters:
+            one.data.clamp_(-0.01, 0.01)
+
+
+WRITTEN = {
+    "zero 1, bf16": lambda: Booster(plugin=LowLevelZeroPlugin(precision="bf16", reduce_bucket_size_in_m=1e-6)),
+    "zero 2, bf16": lambda: Booster(plugin=LowLevelZeroPlugin(stage=2, precision="bf16", overlap_allgather=True)),
+    "zero 1, fp32": lambda: Booster(plugin=LowLevelZeroPlugin(precision="fp32")),
+    "fsdp": lambda: Booster(plugin=TorchFSDPPlugin()),
+    "fsdp, grad op": lambda: Booster(plugin=TorchFSDPPlugin(sharding_strategy="SHARD_GRAD_OP")),
+    "fsdp, masters": lambda: Booster(
+        plugin=TorchFSDPPlugin(), mixed_precision=FP16NaiveMixedPrecision(initial_scale=2.0)
+    ),
+}
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("write", [_Writes.by_data, _Writes.in_place])
+@pytest.mark.parametrize("case", WRITTEN)
+@distributed(world_size=2)
+def test_weights_that_are_clipped_between_steps_stay_clipped(case, write, evaluates):
+    booster, net = WRITTEN[case](), Blocks()
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.0, momentum=0.9))
+    for step in range(3):
+        booster.backward(model(inputs()).float().sum(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            if evaluates:
+                with torch.no_grad():
+                    model(inputs())
+            write(model.parameters())
+    assert all(0 < one.abs().max() < 0.0101 for one in model.state_dict().values())
+
+
+@pytest.mark.parametrize("when", ["between steps", "after a forward", "after an evaluation"])
+@distributed(world_size=2)
+def test_fsdp_refuses_weights_whose_data_are_replaced(when):
+    booster, model, optimizer = boosted(TorchFSDPPlugin(), Blocks())
+
+    def halve():
+        for parameter in booster.unwrap_model(model).parameters():
+            parameter.data = parameter.data * 0.5
+
+    def step():
+        loss = model(inputs()).sum()
+        if when == "after a forward":
+            halve()
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    if when == "after a forward":
+        with pytest.raises(ConfigError, match=r"the memory of '.*' was replaced"):
+            step()
+        return
+    step()
+    if when == "after an evaluation":
+        with torch.no_grad():
+            model(inputs())
+    halve()
+    with pytest.raises(ConfigError, match=r"the memory of '.*' was replaced.*data\.copy_\(values\)"):
+        model(inputs())
+
+
 # Under FSDP every rank calls the model and backward() equally often.
 @pytest.mark.parametrize("kind", ["ddp", "zero"])
 @distributed(world_size=2)
