@@ -30,6 +30,13 @@ from .shard_spec import TensorSlice, is_sharded, shard_spec_of
 # collectives before a forward run when its first module does. A method that runs no module communicates nothing, so one
 # rank alone may call it.
 
+# What to write for methods that torch's and others' wrappers of models have.
+_METHODS_ELSEWHERE = {
+    "no_sync": "booster.no_sync(model, optimizer)",
+    "clip_grad_norm_": "booster.clip_grad_norm_(optimizer, max_norm)",
+    "backward": "booster.backward(loss, optimizer)",
+}
+
 
 class _ConstructionMarker(type):
     """Metaclass that marks the end of construction, after which new attributes are the user's module's."""
@@ -213,7 +220,12 @@ class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
             return module
         if module is None:  # __init__ did not run
             raise AttributeError(name)
-        value = getattr(self.unwrap(), name)
+        try:
+            value = getattr(self.unwrap(), name)
+        except AttributeError as error:
+            if name not in _METHODS_ELSEWHERE:
+                raise
+            raise AttributeError(f"a boosted model has no {name}(): write {_METHODS_ELSEWHERE[name]}") from error
         if inspect.ismethod(value) and value.__self__ is module:
             return functools.wraps(value)(functools.partial(self._run_method, value))
         return value

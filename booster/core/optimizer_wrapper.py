@@ -610,7 +610,18 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         """Return a checksum of the trained parameters; writes to `.data` change no version counter."""
         return tensor_crc32(*(one for one in self._optimized_parameters() if one.requires_grad))
 
-    # Clipping by torch's functions; see Note [Plain torch].
+    # torch's own clipping and loss scaling; see Note [Plain torch].
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by a step of torch's GradScaler, of which the user's optimizer would not see the scale."""
+        if self._uses_param_grads():
+            return False
+        raise ConfigError(
+            "a step by torch's GradScaler, which unscales `p.grad`, and this optimizer has its gradients elsewhere, or"
+            " a loss scale of its own: leave the GradScaler out, and write booster.backward(loss, optimizer) and"
+            " optimizer.step(); losses are scaled by Booster(mixed_precision='fp16') or a plugin's precision='fp16'"
+        )
 
     def _holds_any(self, parameters: frozenset[int]) -> bool:
         """Return whether any of these, by `id`, is a parameter of the optimizer or of the model it updates."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -11,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from booster.comm import all_gather_equal, broadcast, raise_on_all_ranks
 from booster.core.model_wrapper import batch_on_device
@@ -28,6 +32,8 @@ from booster.plugins.sharding.optimizer import replaced_memory_error
 from .fsdp2_internals import DEEPCOPY, ShardedParam, detached_from_fsdp, original_class
 from .param_group import ParamGroup
 from .shard_update import Param, ReplicatedParams
+
+_models: weakref.WeakSet[FSDPModel] = weakref.WeakSet()
 
 
 class FSDPModel(ModelWrapper):
@@ -80,6 +86,8 @@ class FSDPModel(ModelWrapper):
         for one in module.modules():
             if isinstance(one, FSDPModule):
                 vars(one)[DEEPCOPY] = partial(_refuse_copy, original_class(one))
+        _hook_autograd_grad()
+        _models.add(self)
 
     def describe_groups(self) -> str:
         """Return the parameter groups as text for the log."""
@@ -443,3 +451,28 @@ class FSDPModel(ModelWrapper):
 def _refuse_copy(module_class: type[nn.Module], memo: dict[int, Any]) -> nn.Module:
     """Replacement of FSDP2's `__deepcopy__`, which raises another error."""
     raise sharded_copy_error(module_class)
+
+
+@functools.cache
+def _hook_autograd_grad() -> None:
+    """Let `torch.autograd.grad` refuse weights of models: it finds no gradient of a shard, and local ones of others."""
+    own = torch.autograd.grad
+
+    @functools.wraps(own)
+    def checked(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            if not isinstance(inputs, (torch.Tensor, GradientEdge, Mapping)):
+                inputs = tuple(inputs)  # it may be a generator
+            members = inputs.values() if isinstance(inputs, Mapping) else tree_leaves(inputs)
+            given = {id(one) for one in members if isinstance(one, (DTensor, nn.Parameter))}
+            for param in (param for model in list(_models) for param in model.sharded_params) if given else ():
+                if not given.isdisjoint(map(id, (param.original, param.parameter, param.unsharded_param))):
+                    raise ConfigError(
+                        f"torch.autograd.grad() with the weight {param.name!r}, which TorchFSDPPlugin shards over the"
+                        " ranks: write booster.backward(loss, optimizer), after which optimizer.named_gradients() has"
+                        " this rank's shards, or use TorchDDPPlugin. Gradients of inputs, as of a gradient penalty, may"
+                        " be computed by torch.autograd.grad()"
+                    )
+        return own(outputs, inputs, *args, **kwargs)
+
+    torch.autograd.grad = checked

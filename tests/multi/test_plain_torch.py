@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from harness import distributed
@@ -262,3 +264,80 @@ def test_clipping_by_torch_sees_gradients_without_the_loss_scale():
     torch.testing.assert_close(norm, clip_grad_norm_(pair.plain.parameters(), 0.1), rtol=1e-2, atol=1e-3)
     pair.on_both("step")
     pair.assert_equal(rtol=1e-2, atol=1e-3)
+
+
+GRADIENTS_ELSEWHERE = "leave the GradScaler out, and write booster.backward"
+
+
+@pytest.mark.parametrize("strategy", FP32)
+@distributed(2)
+def test_a_grad_scaler_left_in_the_loop(strategy):
+    pair = Pair(FP32[strategy](), sgd)
+    scaler = torch.amp.GradScaler(pair.booster.device.type, init_scale=2.0**8)
+    loss, plain_loss = pair.losses(0)
+    pair.booster.backward(scaler.scale(loss), pair.optimizer)
+    if strategy != "ddp":
+        with pytest.raises(ConfigError, match=GRADIENTS_ELSEWHERE):
+            scaler.step(pair.optimizer)
+        return
+    scaler.step(pair.optimizer)
+    plain_loss.backward()
+    pair.plain_optimizer.step()
+    pair.assert_equal()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@distributed(2)
+def test_a_grad_scaler_beside_the_boosters_loss_scale(fused):
+    """A fused optimizer would take the scale from attributes that the scaler sets on the wrapper."""
+    pair = Pair(FP32["ddp"](), lambda parameters: torch.optim.SGD(parameters, lr=0.1, fused=fused))
+    scaler = torch.amp.GradScaler(pair.booster.device.type, init_scale=2.0**8)
+    loss, plain_loss = pair.losses(0)
+    pair.booster.backward(scaler.scale(loss), pair.optimizer)
+    scaler.step(pair.optimizer)
+    plain_loss.backward()
+    pair.plain_optimizer.step()
+    pair.assert_equal()
+    pair = Pair(Booster(plugin=TorchDDPPlugin(), mixed_precision="fp16"), sgd)
+    pair.booster.backward(scaler.scale(pair.losses(0)[0]), pair.optimizer)
+    with pytest.raises(ConfigError, match=GRADIENTS_ELSEWHERE):
+        scaler.step(pair.optimizer)
+
+
+@pytest.mark.parametrize("inputs", ["a list", "a generator", "one", "a dictionary"])
+@distributed(2)
+def test_autograd_grad_of_weights_that_fsdp_shards_is_an_error(inputs):
+    pair = Pair(FP32["fsdp"](), sgd)
+    loss = pair.losses(0)[0]
+    weights = {
+        "a list": list(pair.model.parameters()),
+        "a generator": pair.model.parameters(),
+        "one": next(pair.model.parameters()),
+        "a dictionary": dict(pair.model.named_parameters()),
+    }[inputs]
+    with pytest.raises(ConfigError, match=r"torch.autograd.grad\(\) with the weight .*write booster.backward"):
+        torch.autograd.grad(loss, weights)
+
+
+@distributed(2)
+def test_autograd_grad_of_inputs_works_under_fsdp():
+    pair = Pair(FP32["fsdp"](), sgd)
+    x = pair.part(0).requires_grad_()
+    (found,) = torch.autograd.grad(pair.model(x).sum(), x)
+    y = x.detach().requires_grad_()
+    (expected,) = torch.autograd.grad(pair.plain(y).sum(), [y])
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("strategy", FP32)
+@distributed(2)
+def test_methods_of_other_wrappers_say_what_to_write(strategy):
+    model = Pair(FP32[strategy](), sgd).model
+    for name, instead in (
+        ("no_sync", "booster.no_sync(model, optimizer)"),
+        ("clip_grad_norm_", "booster.clip_grad_norm_(optimizer, max_norm)"),
+        ("backward", "booster.backward(loss, optimizer)"),
+    ):
+        assert not hasattr(model, name)
+        with pytest.raises(AttributeError, match=re.escape(f"write {instead}")):
+            getattr(model, name)
