@@ -53,8 +53,7 @@ class _TensorLocation(NamedTuple):
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor is there, still."""
-        module = self.module
-        return any(table.get(self.own_name) is tensor for table in (module._parameters, module._buffers))
+        return _own(self.module).get(self.own_name) is tensor
 
 
 class Materializer:

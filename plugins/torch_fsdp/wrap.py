@@ -163,8 +163,6 @@ def _wrap_plans(
 
 def _why_not_wrappable(tree: _ModuleGraph, module: nn.Module, own: Collection[int]) -> str | None:
     """Return why these parameters must belong to the enclosing group, or None."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return "it is compiled by torch.jit, which does not take FSDP2's hooks"
     if not _has_forward(module):
         return "it has no forward, before which weights would be gathered"
     if not tree.is_sole_access_to(own, module):
@@ -182,6 +180,8 @@ def _why_never_called(module: nn.Module, name: str) -> str | None:
 
 
 def _has_forward(module: nn.Module) -> bool:
+    if isinstance(module, torch.jit.ScriptModule):  # its class has none
+        return True
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
@@ -493,6 +493,12 @@ def _check_model(model: nn.Module, ignored_modules: Sequence[nn.Module]) -> None
             f"the model is a {type(model).__name__}, which has no forward, but FSDP gathers weights in forward: write"
             " a module around it with forward(self, part, *args) that returns self.parts[part](*args), or boost each"
             " child with a separate optimizer"
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ConfigError(
+            f"the model is a {type(model).__name__}, and torch.jit does not take the hooks that gather weights: boost"
+            " the model that was given to torch.jit, a module around it, in which its weights are replicated, or use"
+            " LowLevelZeroPlugin"
         )
     if ignored_modules and is_fake_world():
         raise ConfigError(

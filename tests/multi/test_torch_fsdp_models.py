@@ -76,6 +76,26 @@ def test_a_model_in_the_smallest_units_trains_as_in_one_process(model):
     run_ranks(train_as_it_is, 2, model, {"auto_wrap_policy": small_units(1)})
 
 
+def _by_torch_jit(way):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        layer = nn.Linear(WIDTH, WIDTH)
+        return torch.jit.script(layer) if way == "script" else torch.jit.trace(layer, torch.ones(2, WIDTH))
+
+
+@pytest.mark.parametrize("way", ["script", "trace"])
+@distributed(world_size=2)
+def test_a_layer_of_torch_jit_is_replicated(way):
+    def build():
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), _by_torch_jit(way), nn.Linear(WIDTH, 3))
+
+    twins = FSDPTwins(seeded(build))
+    twins.train().assert_equal()
+    assert [one.name for one in twins.model.replicated_params.params] == ["1.weight", "1.bias"]
+    with pytest.raises(ConfigError, match=r"torch.jit does not take the hooks .*: boost the model that was given to"):
+        FSDPTwins(lambda: _by_torch_jit(way))
+
+
 @distributed(world_size=2)
 def test_sparse_gradients_are_refused():
     with pytest.raises(ConfigError, match=r"'rows' makes sparse gradients"):

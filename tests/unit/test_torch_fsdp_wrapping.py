@@ -444,9 +444,9 @@ def test_layers_of_torch_jit_are_no_units():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         compiled = torch.jit.trace(nn.Linear(3, 3), torch.ones(2, 3))
-    assert [
-        plan.name for plan in plan_wrapping(Model(compiled=compiled, plain=nn.Linear(3, 3)), EVERY, replicated=())
-    ] == ["plain"]
+    model = Model(compiled=compiled, plain=nn.Linear(3, 3))
+    plans = plan_wrapping(model, EVERY, replicated=list(compiled.parameters()))
+    assert [plan.name for plan in plans] == ["plain"]
 
 
 def test_what_is_never_called_is_refused():
