@@ -201,6 +201,11 @@ class DDPOptimizer(OptimizerWrapper):
             self.model.reducer.reduce_rest()
         super()._unscale_gradients()
 
+    def _end_step(self) -> None:
+        super()._end_step()
+        if self.model.reducer is not None:
+            self.model.reducer.num_steps = self._num_steps
+
     def restore_accumulation(self, accumulation: AccumulationState, num_microbatches: int) -> None:
         super().restore_accumulation(accumulation, num_microbatches)
         if self.model.reducer is not None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import math
+import operator
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -19,18 +18,29 @@ from torch.utils.hooks import RemovableHandle
 
 from booster.comm import (
     AllReduce,
+    all_gather_numbers,
     all_reduce_sparse,
     any_rank,
     group_size,
     start_all_reduce,
 )
-from booster.errors import ConfigError
+from booster.errors import ConfigError, DesyncError
 from booster.fault_tolerance.collective_errors import translate_errors
 from booster.fault_tolerance.failure_diagnosis import CollectiveId
 from booster.plugins.base import taking_hooks
 from booster.plugins.sharding.buffer_pool import broadcast_coalesced
 
 from .config import DDPConfig
+from .grad_bucket import (
+    MAX_IN_FLIGHT,
+    Bucket,
+    GradBucket,
+    ParamGrad,
+    allocate_buffers,
+    assign_buckets,
+    move_into_view,
+    views_of,
+)
 
 # Note [Gradient reduction]
 # Every parameter has a hook that autograd calls once `.grad` holds the gradient. A bucket is issued (copied into its
@@ -51,9 +61,7 @@ from .config import DDPConfig
 # between steps, a forward never communicates, and any method of the model may compute the loss.
 
 
-_MAX_IN_FLIGHT = 2  # one bucket is reduced while the next one fills
-
-_BucketHook: TypeAlias = Callable[["GradBucket"], "torch.futures.Future[Any]"]
+_BucketHook: TypeAlias = Callable[[GradBucket], "torch.futures.Future[Any]"]
 CommHook: TypeAlias = Callable[[Any, Any], "torch.futures.Future[Any]"]
 """Callable with arguments (state, `GradBucket`) that returns a future of the averaged flat tensor."""
 
@@ -63,158 +71,6 @@ _active: Reducer | None = None
 _num_backwards = 0
 _due: list[Reducer] = []
 _numbers = itertools.count()
-
-
-@dataclass(slots=True, eq=False)
-class ParamGrad:
-    """Gradient of one parameter.
-
-    Attributes:
-        parameter: Model parameter.
-        produces_sparse: If True, an embedding with sparse=True uses the parameter.
-        bucket: Bucket of the gradient; None if the parameter is frozen or its gradient sparse.
-        view: View of the bucket's buffer.
-        has_arrived: If True, it has arrived in the current backward.
-        is_local: If True, it changed on this rank since its bucket was issued.
-        source: `.grad` while the bucket is in flight.
-        unclaimed: Mean of a gradient that this rank does not have, until the ranks have exchanged which are used.
-        handle: Handle of the reducer's hook on the parameter.
-    """
-
-    parameter: nn.Parameter
-    produces_sparse: bool
-    bucket: Bucket | None = None
-    view: torch.Tensor | None = None
-    has_arrived: bool = False
-    is_local: bool = False
-    source: torch.Tensor | None = None
-    unclaimed: torch.Tensor | None = None
-    handle: RemovableHandle | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Bucket:
-    """Gradients of one dtype that are all-reduced together.
-
-    Attributes:
-        index: Position in the order of reduction; continued where buckets are formed anew, as hooks keep states by it.
-        grads: Gradients in buffer order.
-        flat: Flat buffer.
-        views: Views of the buffer, one per gradient.
-        num_missing: Number of gradients that have not arrived in the current backward.
-        is_issued: If True, it was issued in the current backward.
-        waits_for_end: If True, it is only issued at the end of backward.
-        is_discarded: If True, backward failed while it was in flight.
-        in_flight: All-reduce of the buffer, or future of a communication hook; None if no reduction is in flight.
-    """
-
-    index: int
-    grads: list[ParamGrad]
-    flat: torch.Tensor
-    views: list[torch.Tensor]
-    num_missing: int = 0
-    is_issued: bool = False
-    waits_for_end: bool = False
-    is_discarded: bool = False
-    in_flight: AllReduce | torch.futures.Future[Any] | None = field(default=None, repr=False)
-
-
-class GradBucket:
-    """Bucket passed to a communication hook, with the interface of `torch.distributed.GradBucket`."""
-
-    def __init__(self, bucket: Bucket, *, is_last: bool) -> None:
-        self._bucket = bucket
-        self._buffer = bucket.flat
-        self._is_last = is_last
-
-    def index(self) -> int:
-        """Return the bucket's position in the order of reduction."""
-        return self._bucket.index
-
-    def buffer(self) -> torch.Tensor:
-        """Return this rank's gradients as one flat tensor, not divided by the number of ranks."""
-        return self._buffer
-
-    def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Replace the flat tensor."""
-        self._buffer = buffer
-
-    def gradients(self) -> list[torch.Tensor]:
-        """Return the gradients, as views of the flat tensor."""
-        return _views_of(self._buffer, [grad.parameter for grad in self._bucket.grads])
-
-    def parameters(self) -> list[torch.Tensor]:
-        """Return the parameters, in the order of `gradients`."""
-        return [grad.parameter for grad in self._bucket.grads]
-
-    def is_last(self) -> bool:
-        """Return whether it is the last bucket of a backward."""
-        return self._is_last
-
-
-def _assign_buckets(grads: Sequence[ParamGrad], bucket_bytes: int) -> list[list[ParamGrad]]:
-    """Return the gradients of every bucket, last parameter first; a larger parameter has a separate bucket.
-
-    This is the order in which backward reaches the layers of most models. Unlike DistributedDataParallel, buckets are
-    not rebuilt after the first step: the position of an element in its bucket determines the summation order on three
-    or more ranks, and a resumed run must sum in the same order.
-    """
-    buckets: list[list[ParamGrad]] = []
-    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[ParamGrad], int]] = {}
-    for grad in reversed(grads):
-        key = (grad.parameter.dtype, grad.parameter.device)
-        bucket, num_bytes = open_buckets.pop(key, ([], 0))
-        bucket.append(grad)
-        num_bytes += grad.parameter.nbytes
-        if num_bytes >= bucket_bytes:
-            buckets.append(bucket)
-        else:
-            open_buckets[key] = bucket, num_bytes
-    return buckets + [bucket for bucket, _ in open_buckets.values()]
-
-
-def _allocate_buffers(buckets: Sequence[Sequence[ParamGrad]], uses_views: bool) -> list[torch.Tensor]:
-    """Return a flat buffer for every bucket. Without views, buckets that are never in flight together share one."""
-    sizes = [sum(grad.parameter.numel() for grad in bucket) for bucket in buckets]
-    homes = [(bucket[0].parameter.dtype, bucket[0].parameter.device) for bucket in buckets]
-    if uses_views:
-        return [
-            torch.zeros(size, dtype=dtype, device=device) for size, (dtype, device) in zip(sizes, homes, strict=True)
-        ]
-    keys = [(index % _MAX_IN_FLIGHT, *home) for index, home in enumerate(homes)]
-    largest: dict[tuple[int, torch.dtype, torch.device], int] = {}
-    for key, size in zip(keys, sizes, strict=True):
-        largest[key] = max(size, largest.get(key, 0))
-    shared = {key: torch.empty(size, dtype=key[1], device=key[2]) for key, size in largest.items()}
-    return [shared[key][:size] for key, size in zip(keys, sizes, strict=True)]
-
-
-def _views_of(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return views of a flat tensor with the shapes of the parameters, and the strides of the dense ones."""
-    starts = itertools.accumulate((parameter.numel() for parameter in parameters), initial=0)
-    parts = [flat[start : start + one.numel()] for start, one in zip(starts, parameters, strict=False)]
-    return [
-        part.as_strided(one.shape, one.stride()) if _is_dense(one) else part.view(one.shape)
-        for part, one in zip(parts, parameters, strict=True)
-    ]
-
-
-def _is_dense(parameter: torch.Tensor) -> bool:
-    """Return whether the elements are contiguous in memory in some order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return math.prod(parameter.shape) > 0
-
-
-@torch.no_grad()
-def _move_into_view(grad: ParamGrad) -> None:
-    given = grad.parameter.grad
-    if grad.view is not None and given is not None and given is not grad.view:
-        grad.view.copy_(given.to_dense() if given.is_sparse else given)
-        grad.parameter.grad = grad.view
 
 
 class Reducer:
@@ -227,6 +83,9 @@ class Reducer:
             parameters; optional, defaults to the world group.
         overlaps: If True, buckets are reduced while backward runs.
         has_optimizer: If True, the model was boosted with an optimizer.
+
+    Attributes:
+        num_steps: Number of steps of that optimizer.
     """
 
     def __init__(
@@ -244,6 +103,7 @@ class Reducer:
         self._overlaps = overlaps
         self._has_optimizer = has_optimizer
         self._number = next(_numbers)
+        self.num_steps = 0
         self._synchronizes = True
         self._reduces_now = self._reduced_in_backward = False
         self._may_be_local = False
@@ -362,7 +222,7 @@ class Reducer:
         bucket = grad.bucket
         if bucket is not None and not bucket.is_issued:
             if self._config.gradient_as_bucket_view:
-                _move_into_view(grad)
+                move_into_view(grad)
             if self._reduces_now and not grad.has_arrived:
                 grad.has_arrived = True
                 bucket.num_missing -= 1
@@ -405,7 +265,7 @@ class Reducer:
 
     @torch.no_grad()
     def _issue(self, bucket: Bucket, hook: _BucketHook | None) -> None:
-        while len(self._in_flight) >= _MAX_IN_FLIGHT:
+        while len(self._in_flight) >= MAX_IN_FLIGHT:
             self._collect_oldest()
         scale = 1.0 if hook is not None else 1.0 / group_size()
         for grad, view in zip(bucket.grads, bucket.views, strict=True):
@@ -439,7 +299,7 @@ class Reducer:
             with translate_errors(CollectiveId("communication hook", bucket.index + 1), None):
                 result = future.wait()
             flat = result[0] if isinstance(result, (list, tuple)) else result
-            means = _views_of(flat, [grad.parameter for grad in bucket.grads])
+            means = views_of(flat, [grad.parameter for grad in bucket.grads])
         bucket.in_flight = None
         return means
 
@@ -530,11 +390,23 @@ class Reducer:
                 )
             return self._static_use, [False] * len(self._buckets)
         repeated = [any(grad.is_local for grad in bucket.grads) for bucket in self._buckets]
-        flags = any_rank(mine + repeated, self._control_group)
-        used = flags[: len(mine)]
+        step = [self.num_steps & 1, self.num_steps & 2, self.num_steps & 4]
+        flags = any_rank([*mine, *repeated, *map(bool, step), *map(operator.not_, step)], self._control_group)
+        if any(map(operator.and_, flags[-6:-3], flags[-3:])):  # a bit that is 1 on one rank and 0 on another
+            self._raise_step_difference()
+        used, flags = flags[: len(mine)], flags[:-6]
         if self._config.static_graph and self._reduced_in_backward:  # else no gradient can be late
             self._static_use = used
         return used, flags[len(mine) :]
+
+    def _raise_step_difference(self) -> None:
+        steps = [step for (step,) in all_gather_numbers([self.num_steps], self._control_group)]
+        each = ", ".join(f"rank {rank} after step {step}" for rank, step in enumerate(steps))
+        raise DesyncError(
+            f"the ranks average gradients of different steps: {each}. A rank has left out a backward() before its step,"
+            " as of a batch that it skipped: call backward() equally often on every rank, for a batch without a loss"
+            " with model(inputs).sum() * 0, or leave out optimizer.step() on all ranks"
+        )
 
     def _form_buckets(self) -> None:
         """Assign trainable parameters to buckets, if the set of trainable parameters has changed."""
@@ -550,18 +422,18 @@ class Reducer:
     def _new_buckets(self, grads: Sequence[ParamGrad]) -> list[Bucket]:
         """Assign gradients to buckets with buffers, of which they become views with `gradient_as_bucket_view`."""
         uses_views = self._config.gradient_as_bucket_view
-        members = _assign_buckets(grads, self._config.bucket_bytes)
+        members = assign_buckets(grads, self._config.bucket_bytes)
         first_index, self._num_formed = self._num_formed, self._num_formed + len(members)
         buckets = []
         for index, (own, flat) in enumerate(
-            zip(members, _allocate_buffers(members, uses_views), strict=True), first_index
+            zip(members, allocate_buffers(members, uses_views), strict=True), first_index
         ):
-            bucket = Bucket(index, own, flat, _views_of(flat, [grad.parameter for grad in own]))
+            bucket = Bucket(index, own, flat, views_of(flat, [grad.parameter for grad in own]))
             buckets.append(bucket)
             for grad, view in zip(own, bucket.views, strict=True):
                 grad.bucket, grad.view = bucket, view
                 if uses_views:
-                    _move_into_view(grad)
+                    move_into_view(grad)
         return buckets
 
 

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from booster import Booster, ConfigError
+from booster import Booster, ConfigError, DesyncError
 from booster.comm import count_communication
 from booster.device import current_device
 from booster.plugins import TorchDDPPlugin
@@ -425,3 +425,21 @@ def test_gradients_of_low_precision_are_summed_in_fp32():
     booster.backward(model(x.bfloat16()).sum(), optimizer)
     assert module.weight.grad.item() == 86  # 258 / 3; bf16 has no 257
     assert booster.plugin.reduction_dtype(torch.bfloat16) is torch.float32
+
+
+@pytest.mark.parametrize("leaves_out", ["the only backward", "the first of two"])
+@distributed(2, fresh=True)
+def test_a_rank_that_leaves_out_a_backward_and_steps_is_named(leaves_out):
+    """Else the gradients of its next backward are averaged with those of the others' last one."""
+    booster, model, optimizer = boosted(model := nn.Linear(3, 1), sgd(model))
+
+    def train():
+        for step in range(4):
+            for number in range(1 if leaves_out == "the only backward" else 2):
+                if (dist.get_rank(), step, number) != (1, 1, 0):
+                    booster.backward(model(ones(2, 3, times=step + 1.0)).sum(), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.raises(DesyncError, match=r"rank 0 after step 1, rank 1 after step 2.*model\(inputs\).sum\(\) \* 0"):
+        train()
