@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -85,6 +84,7 @@ class GradientBucket:
         grad_shard: This rank's shard, summed over the ranks in this accumulation; None before the first reduction.
         is_summed: Whether it is summed over the replicas as well, as that of an unsharded group is in each reduction.
         host_grad_shard: Pinned memory for the shard where the masters are offloaded; None before the first step.
+        store: Gradients of the group; set by the reducer.
     """
 
     group: FlatGroup
@@ -97,6 +97,7 @@ class GradientBucket:
     grad_shard: torch.Tensor | None = None
     is_summed: bool = False
     host_grad_shard: torch.Tensor | None = None
+    store: GradientStore = field(init=False)
 
     def start_copy_to_host(self) -> Callable[[], None]:
         """Start to copy the shard to `host_grad_shard`; return the wait of the host for it."""
@@ -200,8 +201,11 @@ class ReplicaSum:
             output.copy_(self.payload)
 
 
-class GradientStore(ABC):
+class GradientStore:
     """Gradients of one flat group; see Note [Gradient lifecycle].
+
+    Stage 2: gradients stay in `.grad` until their bucket is issued; only this rank's shards are kept. The shards live
+    from backward to the end of the accumulation: the next forward's activations may reuse their memory.
 
     Args:
         group: Flat param group of the gradients.
@@ -212,33 +216,11 @@ class GradientStore(ABC):
         self._device = group.device
         self._buffers = buffers
 
-    @abstractmethod
     def receive(self, param_grad: ParamGrad) -> None:
         """Store a gradient that has arrived in `.grad`."""
 
-    @abstractmethod
     def send_buffer(self, bucket: GradientBucket, dtype: torch.dtype) -> torch.Tensor:
         """Return the bucket's local gradients for sending, and release those that no other bucket needs."""
-
-    @abstractmethod
-    def finish_reduction(self, bucket: GradientBucket, work: ReduceScatter | ReplicaSum) -> None:
-        """Wait for the reduction and accumulate its result into the bucket's gradient shard."""
-
-    @abstractmethod
-    def detach_grad_shard(self, bucket: GradientBucket) -> None:
-        """Move the gradient shard to memory that new local gradients do not overwrite."""
-
-
-class ShardedGradients(GradientStore):
-    """Stage 2: gradients stay in `.grad` until their bucket is issued; only this rank's shards are kept.
-
-    The shards live from backward to the end of the accumulation: the next forward's activations may reuse their memory.
-    """
-
-    def receive(self, param_grad: ParamGrad) -> None:
-        """Do nothing: the gradient stays in `.grad`."""
-
-    def send_buffer(self, bucket: GradientBucket, dtype: torch.dtype) -> torch.Tensor:
         where = bucket.bucket
         buffer = self._buffers.get("sent", where.numel, dtype, bucket.group.device)
         targets, sources = [], []
@@ -262,6 +244,7 @@ class ShardedGradients(GradientStore):
         return buffer
 
     def finish_reduction(self, bucket: GradientBucket, work: ReduceScatter | ReplicaSum) -> None:
+        """Wait for the reduction and accumulate its result into the bucket's gradient shard."""
         accumulates = bucket.grad_shard is not None
         if bucket.grad_shard is None and isinstance(work, ReplicaSum) and work.is_kept:
             bucket.grad_shard = work.payload
@@ -270,7 +253,7 @@ class ShardedGradients(GradientStore):
         work.wait(bucket.grad_shard, accumulate=accumulates)
 
     def detach_grad_shard(self, bucket: GradientBucket) -> None:
-        """Do nothing: gradient shards and local gradients never share memory."""
+        """Move the gradient shard to memory that new local gradients do not overwrite."""
 
 
 class FullGradients(GradientStore):
@@ -284,10 +267,10 @@ class FullGradients(GradientStore):
         super().__init__(group, buffers)
         self._flat = torch.zeros(group.layout.numel, dtype=group.dtype, device=group.device)
         self._rank = group.groups.rank
-        self._views: dict[int, torch.Tensor] = {}
+        self._views = {id(one): self._flat[one.start : one.stop].view(one.shape) for one in group.layout.param_ranges}
 
     def receive(self, param_grad: ParamGrad) -> None:
-        view, gradient = self._view(param_grad), param_grad.parameter.grad
+        view, gradient = self._views[id(param_grad.range)], param_grad.parameter.grad
         if gradient is None or gradient is view:
             return
         if gradient.is_sparse:
@@ -305,7 +288,7 @@ class FullGradients(GradientStore):
                 if param_grad.parameter.grad is not None:
                     self.receive(param_grad)  # it arrived outside booster.backward, or after its bucket was issued
                     # Removed from `.grad`: autograd must not accumulate later gradients into it.
-                    param_grad.source, param_grad.parameter.grad = self._view(param_grad), None
+                    param_grad.source, param_grad.parameter.grad = self._views[id(param_grad.range)], None
             if param_grad.source is None:
                 local[param_grad.overlap(where)[1]].zero_()
             param_grad.mark_issued()
@@ -330,12 +313,6 @@ class FullGradients(GradientStore):
     def detach_grad_shard(self, bucket: GradientBucket) -> None:
         if bucket.grad_shard is not None and bucket.grad_shard.data_ptr() == self._shard_view(bucket).data_ptr():
             bucket.grad_shard = bucket.grad_shard.clone()
-
-    def _view(self, param_grad: ParamGrad) -> torch.Tensor:
-        key = id(param_grad)
-        if key not in self._views:
-            self._views[key] = self._flat[param_grad.range.start : param_grad.range.stop].view(param_grad.range.shape)
-        return self._views[key]
 
     def _shard_view(self, bucket: GradientBucket) -> torch.Tensor:
         where = bucket.bucket

@@ -30,7 +30,6 @@ from .grad_bucket import (
     GradientStore,
     ParamGrad,
     ReplicaSum,
-    ShardedGradients,
     make_param_grads,
 )
 
@@ -91,11 +90,13 @@ class GradientReducer:
         late = [one for one in buckets if any(param_grad.name in summed_before for param_grad in one.param_grads)]
         self.buckets = [one for one in buckets if one not in late] + late
         self._num_early = len(buckets) - len(late)
-        self._stores: dict[int, GradientStore] = {}
         for group in groups:
             # With one shard, a low-precision bucket is too small to be overwritten by its fp32 sums.
             is_sharded = config.stage == 2 or (group.groups.num_shards == 1 and group.dtype.itemsize < 4)
-            self._stores[id(group)] = (ShardedGradients if is_sharded else FullGradients)(group, self._buffers)
+            store = (GradientStore if is_sharded else FullGradients)(group, self._buffers)
+            for bucket in buckets:
+                if bucket.group is group:
+                    bucket.store = store
         # Weak reference: Python's garbage collector does not traverse a parameter's hooks, so a cycle would leak.
         reducer = weakref.ref(self)
         for index, param_grad in enumerate(self.param_grads):
@@ -166,10 +167,13 @@ class GradientReducer:
         """Handle a gradient that has arrived in `.grad`."""
         param_grad.is_used = param_grad.is_local = True
         param_grad.num_arrived += self._is_collecting
-        if not self._is_collecting or any(bucket.is_reducing for bucket in param_grad.buckets):
-            return  # stays in `.grad`; see Note [Gradient lifecycle]
+        if not self._is_collecting:
+            return
+        for bucket in param_grad.buckets:
+            if bucket.is_reducing:
+                return  # stays in `.grad`; see Note [Gradient lifecycle]
         if param_grad.buckets:
-            self._store_of(param_grad.buckets[0]).receive(param_grad)
+            param_grad.buckets[0].store.receive(param_grad)
         if param_grad.num_arrived == self._num_microbatches * param_grad.num_uses:
             for bucket in param_grad.buckets:
                 bucket.num_missing -= 1
@@ -189,7 +193,7 @@ class GradientReducer:
         self._wait(MAX_BUCKETS_IN_FLIGHT - 1)
         self._buffers.next_bucket()
         dtype = self._communication_dtype or bucket.group.dtype
-        send_buffer = self._store_of(bucket).send_buffer(bucket, dtype)
+        send_buffer = bucket.store.send_buffer(bucket, dtype)
         self._in_flight.append((bucket, self._start_reduction(bucket, send_buffer)))
         bucket.is_reducing = True
 
@@ -207,11 +211,8 @@ class GradientReducer:
         """Finish the reduction of the oldest buckets until at most this number is in flight."""
         while len(self._in_flight) > max_in_flight:
             bucket, work = self._in_flight.popleft()
-            self._store_of(bucket).finish_reduction(bucket, work)
+            bucket.store.finish_reduction(bucket, work)
             bucket.is_summed = bucket.is_unsharded
-
-    def _store_of(self, bucket: GradientBucket) -> GradientStore:
-        return self._stores[id(bucket.group)]
 
     # At the end of an accumulation.
 
@@ -234,7 +235,7 @@ class GradientReducer:
 
     def _detach_grad_shard(self, bucket: GradientBucket) -> None:
         """Prepare what is reduced for further sums."""
-        self._store_of(bucket).detach_grad_shard(bucket)
+        bucket.store.detach_grad_shard(bucket)
         if bucket.is_unsharded:  # its sums may come from a checkpoint
             self._sum_over_replicas(bucket)
 
@@ -271,7 +272,7 @@ class GradientReducer:
         for param_grad, is_used in zip(self.param_grads, flags, strict=False):
             param_grad.is_used = is_used
         is_local = {id(one): flag for one, flag in zip(self.param_grads, flags[len(self.param_grads) :], strict=True)}
-        return [bucket for bucket in self.buckets if any(is_local[id(one)] for one in bucket.param_grads)]
+        return [one for one in self.buckets if any(map(is_local.__getitem__, map(id, one.param_grads)))]
 
     def reset(self, *, keeps_use: bool = False) -> None:
         """Drop the gradients of the accumulation; with `keeps_use`, parameters that had one keep a gradient of zero."""
@@ -288,7 +289,7 @@ class GradientReducer:
         param_grad.parameter.grad = torch.empty_like(param_grad.parameter, requires_grad=False).copy_(gradient)
         param_grad.is_used = param_grad.is_local = True
         if param_grad.buckets:
-            self._store_of(param_grad.buckets[0]).receive(param_grad)
+            param_grad.buckets[0].store.receive(param_grad)
 
 
 def _on_grad_accumulated(reducer: weakref.ref[GradientReducer], index: int, parameter: torch.Tensor) -> None:
