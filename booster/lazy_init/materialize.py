@@ -85,7 +85,7 @@ def _functions(*names: str) -> frozenset[Callable[..., Any]]:
 
 _GET_DATA, _SET_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _ALIASES = frozenset({_GET_DATA, torch.Tensor.detach})
-_METADATA_FUNCTIONS = _functions(
+METADATA_FUNCTIONS = _functions(
     *("shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "stride", "storage_offset", "__len__"),
     *("dtype", "device", "layout", "itemsize", "nbytes", "element_size", "type", "names", "has_names", "get_device"),
     *("is_floating_point", "is_complex", "is_signed", "is_contiguous", "is_conj", "is_neg", "is_pinned"),
@@ -149,7 +149,7 @@ def _call_guarded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     if function is torch.Tensor.__repr__:
         with torch._C.DisableTorchFunction():
             return f"{type(args[0]).__name__}(size={tuple(args[0].shape)}, dtype={args[0].dtype})"
-    if function not in _METADATA_FUNCTIONS and function not in _ALIASES and function != _SET_DATA:
+    if function not in METADATA_FUNCTIONS and function not in _ALIASES and function != _SET_DATA:
         name = getattr(function, "__name__", str(function))
         if name in ("__get__", "__set__"):
             name = str(getattr(function, "__self__", name))

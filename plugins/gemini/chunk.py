@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.comm import AllGather, ReduceScatter, host_value, start_all_gather, start_reduce_scatter, sum_dtype
+from booster.comm import AllGather, ReduceScatter, start_all_gather, start_reduce_scatter, sum_dtype
 from booster.plugins.sharding.buffer_pool import Buffer
 
 from .chunk_layout import ChunkLayout, ParamRegion
@@ -207,10 +207,12 @@ def checked_transition(name: str, before: TensorState, after: TensorState) -> Te
 # Between two steps a rank holds its shard of a chunk's weights, in memory or in the offload tier. The parameters are
 # bound to a placeholder: a nan that is expanded to their shape. `start_gather` all-gathers the shards into a buffer of
 # the pool (`gathered`), and `finish_gather` binds the parameters to views of it. `release` unbinds them without a
-# write-back, as weights change in `step` only. A chunk that is kept gathered (`is_kept_gathered`) has its shard inside
-# `gathered`. In backward every gradient moves from `.grad` into a flat buffer. That buffer is `gathered` itself if the
-# parameter's weights are no longer needed and no other tensor views them, else a second buffer. The other parameters'
-# weights stay valid. Reading weights that a gradient has overwritten gathers the chunk again into another buffer.
+# write-back, as weights change in `step` only. While no module and no backward runs, parameters are hidden unless their
+# chunk is kept gathered: see Note [Weights outside of modules]. A chunk that is kept gathered (`is_kept_gathered`) has
+# its shard inside `gathered`. In backward every gradient moves from `.grad` into a flat buffer. That buffer is
+# `gathered` itself if the parameter's weights are no longer needed and no other tensor views them, else a second
+# buffer. The other parameters' weights stay valid. Reading weights that a gradient has overwritten gathers the chunk
+# again into another buffer.
 # `start_reduce` starts the reduce-scatter, and `finish_reduce` adds this rank's gradient shard to `grad_shard`.
 
 
@@ -231,6 +233,9 @@ class ChunkParam:
         has_gradient: True if the gradient is in the chunk's gradient buffer.
         has_grad_hook: True if a hook takes the gradients as they arrive.
         is_overwritten: True if the gradient has overwritten the weights in the gathered buffer.
+        version: Version of the parameter after the last change of the weights by an update or in `gathered()`.
+        shown_class: Class of the parameter.
+        hidden_class: Class of the parameter while it is hidden.
     """
 
     name: str
@@ -245,14 +250,36 @@ class ChunkParam:
     has_gradient: bool = False
     has_grad_hook: bool = False
     is_overwritten: bool = False
+    version: int = 0
+    shown_class: type = nn.Parameter
+    hidden_class: type = nn.Parameter
 
     def set_state(self, state: TensorState) -> None:
         """Change the state; raise `RuntimeError` if the transition is illegal."""
         self.state = checked_transition(self.name, self.state, state)
 
+    @property
+    def is_modified(self) -> bool:
+        """Whether the parameter was written in place since."""
+        return self.parameter._version != self.version
+
+    def record_version(self) -> None:
+        """Take the weights for unmodified."""
+        self.version = self.parameter._version
+
     def unbind(self) -> None:
         """Bind the parameter to the placeholder."""
+        self.show()
         self.parameter.data = self.chunk.placeholder.expand(self.region.shape)
+        self.hide()
+
+    def show(self) -> None:
+        """Let operators use the memory that the parameter is bound to."""
+        self.parameter.__class__ = self.shown_class  # type: ignore[assignment]
+
+    def hide(self) -> None:
+        """Let operators gather the weights of the parameter before they use it."""
+        self.parameter.__class__ = self.hidden_class  # type: ignore[assignment]
 
     def view_in(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the parameter's region of a flat buffer as a view in its shape."""
@@ -263,18 +290,6 @@ def placeholder(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return the 0-dim placeholder of sharded parameters: nan, or 0 for integer dtypes."""
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), value, dtype=dtype, device=device)
-
-
-def modified_flags(chunks: Sequence[Chunk]) -> list[torch.Tensor]:
-    """Return whether `Chunk.was_modified_while_sharded` is true of any chunk of a dtype, on the device."""
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for chunk in chunks:
-        by_dtype.setdefault(chunk.layout.dtype, []).append(chunk.placeholder)
-    flags = []
-    for placeholders in map(torch.stack, by_dtype.values()):
-        is_number = placeholders.is_floating_point() or placeholders.is_complex()
-        flags.append((~placeholders.isnan()).any() if is_number else (placeholders != 0).any())
-    return flags
 
 
 class Chunk:
@@ -313,6 +328,7 @@ class Chunk:
         self.has_grad_shard = False
         self.gathered: torch.Tensor | None = None
         self.is_kept_gathered = False
+        self.is_hidden = True
         self.num_pins = 0
         self.version = 0
         self.was_replaced = False
@@ -411,20 +427,29 @@ class Chunk:
         self._gather = self._load = None
         self.bind_params()
 
-    def was_modified_while_sharded(self) -> bool:
-        """Whether a parameter was modified while it was sharded. Such a write is lost."""
-        was_written = bool(host_value(modified_flags([self])[0], fake=0))
-        if was_written:
-            self.placeholder.copy_(placeholder(self.layout.dtype, self.placeholder.device))
-        return was_written
-
     def bind_params(self) -> None:
         """Bind the parameters to views of the gathered weights."""
         assert self.gathered is not None, "there are no weights"
+        self.is_hidden = False
         for param in self.params:
+            param.show()
             param.parameter.data = param.view_in(self.gathered)
             if param.state is TensorState.FREE:
                 param.set_state(TensorState.HOLD)
+
+    def show(self) -> None:
+        """Show gathered parameters, if they are hidden."""
+        if self.is_hidden:
+            self.is_hidden = False
+            for param in self.params:
+                param.show()
+
+    def hide(self) -> None:
+        """Hide the parameters, unless they are kept gathered or in use."""
+        if not self.is_hidden and not self.is_kept_gathered and self.num_pins == 0:
+            self.is_hidden = True
+            for param in self.params:
+                param.hide()
 
     def release(self) -> Buffer | None:
         """Unbind the parameters and return the buffer, which has no views left in this class."""
@@ -433,6 +458,7 @@ class Chunk:
         return self._drop_gathered()
 
     def _unbind_params(self) -> None:
+        self.is_hidden = True
         for param in self.params:
             param.unbind()
             if param.state in (TensorState.HOLD, TensorState.COMPUTE):
@@ -461,10 +487,13 @@ class Chunk:
             if param.num_pins == 0 and param.state is TensorState.COMPUTE:
                 param.set_state(TensorState.HOLD)
 
-    def remove(self, param: ChunkParam) -> None:
-        """Remove a parameter; its region becomes padding."""
-        self.params = [one for one in self.params if one is not param]
-        self.starts = [one.region.start for one in self.params]
+    def clear(self) -> None:
+        """Drop the parameters, which are frozen and not in use, with all memory."""
+        self.weights.drop()
+        self.layout = replace(self.layout, numel=0, regions=())
+        self.master = self.weights = ChunkShard(0, self.layout.dtype, self.weights.device)
+        self.weights.allocate(None)
+        self.params, self.starts, self.gathered, self.is_kept_gathered = [], [], None, False
 
     # Gradients.
 

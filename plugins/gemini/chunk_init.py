@@ -62,16 +62,18 @@ def add_chunks(
     settings: GeminiSettings,
     named: Sequence[tuple[str, nn.Parameter]],
     values: Mapping[int, torch.Tensor],
+    trained: Collection[int],
 ) -> list[Chunk]:
-    """Move unfrozen parameters into new chunks and return these. Collective over the data-parallel ranks.
+    """Move parameters of other chunks into new ones and return these. Collective over the data-parallel ranks.
 
     Args:
         manager: Manager that the chunks are added to.
         settings: Sharding settings.
         named: Names and parameters, which are bound to placeholders.
         values: Values of the parameters by `id`.
+        trained: The `id`s of those that train.
     """
-    infos = [ParamInfo(shape=tuple(one.shape), dtype=one.dtype, trains=True) for _, one in named]
+    infos = [ParamInfo(shape=tuple(one.shape), dtype=one.dtype, trains=id(one) in trained) for _, one in named]
     smallest = settings.config.chunk_numel or settings.config.min_chunk_numel
     chunk_numel = max(smallest, *(info.numel for info in infos))
     plan = plan_chunks(infos, num_shards=settings.num_shards, chunk_numel=chunk_numel)

@@ -359,6 +359,7 @@ class ChunkManager:
         self.close()
         if not trains:
             self.release_all()
+        self._hide_all()
 
     def end_backward(self) -> None:
         """Finish a backward: reduce late gradients and release all weights. Collective."""
@@ -376,6 +377,7 @@ class ChunkManager:
         """Return to the start of an iteration; the trace of a failed pass is dropped."""
         self.tracer = None
         self._abort_pass()
+        self._hide_all()
         self.phase = PassKind.FORWARD
         self._current = ()
         self._awaits_backward = False
@@ -410,6 +412,10 @@ class ChunkManager:
                 self.release(chunk)
         self.pool.trim()
 
+    def _hide_all(self) -> None:
+        for chunk in self._gathered.values():
+            chunk.hide()
+
     # Weights.
 
     def need(self, params: Sequence[ChunkParam]) -> None:
@@ -422,6 +428,8 @@ class ChunkManager:
         for chunk in chunks.values():
             if chunk.is_gathering:
                 chunk.finish_gather()
+            elif chunk.is_gathered:
+                chunk.show()
         missing = _missing(params)
         before, self._protected = self._protected, self._protected | frozenset(chunks)
         try:
@@ -562,14 +570,18 @@ class ChunkManager:
         return chunk if is_there else None
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Use weights outside of training: without tracing and prefetching."""
+    def aside(self, *, releases: bool = True) -> Iterator[None]:
+        """Use weights outside of training: without tracing and prefetching; and without them behind it, if it releases.
+
+        Collective at its end, if it releases.
+        """
         self._is_aside = True
         try:
             yield
         finally:
             self._is_aside = False
-        self.end_forward(trains=False)
+        if releases:
+            self.end_forward(trains=False)
 
     def _note_use(self, indices: tuple[int, ...]) -> None:
         if self._is_aside or self.is_whole or indices == self._current:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,70 +14,29 @@ from booster.comm import (
     all_gather_equal,
     broadcast,
     group_size,
-    host_value,
     raise_on_all_ranks,
     start_all_gather,
 )
-from booster.errors import CheckpointError, ConfigError, format_list
+from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, TensorSlice
 from booster.kernels.checksum import crc32
 from booster.lazy_init import is_lazy, materialize_tensor
 from booster.plugins.base import refuse_conversion
 from booster.plugins.sharding.buffer_pool import broadcast_coalesced
 
-from .chunk import Chunk, ChunkParam, finish_transfer, modified_flags
+from .chunk import Chunk, ChunkParam, finish_transfer
 from .chunk_init import add_chunks
 from .chunk_manager import ChunkManager
 from .config import GeminiSettings
 from .module_hooks import ModuleHooks
 
 
-class ModifiedCheck:
-    """Check for parameters that were modified while they were sharded, by the compute device.
-
-    On an accelerator the host does not wait for the answer: it is read at the first call at which it has arrived, and
-    at the latest `MAX_AGE` calls later.
-    """
-
-    MAX_AGE = 100
-
-    def __init__(self) -> None:
-        self._answer: torch.Tensor | None = None
-        self._event: torch.Event | None = None
-        self._age = 0
-
-    def run(self, chunks: Sequence[Chunk]) -> bool:
-        """Return whether a parameter of a chunk was modified, as far as is known."""
-        if chunks[0].placeholder.device.type == "cpu":
-            return any(host_value(flag, fake=0) for flag in modified_flags(chunks))
-        found = self._read()
-        if self._event is None:
-            flags = modified_flags(chunks)
-            if self._answer is None:
-                self._answer = torch.zeros((), dtype=torch.bool, pin_memory=True)
-            self._answer.copy_(torch.stack(flags).any(), non_blocking=True)
-            self._event = torch.Event(device=flags[0].device)
-            self._event.record()
-            self._age = 0
-        return found
-
-    def _read(self) -> bool:
-        if self._event is None or self._answer is None:
-            return False
-        self._age += 1
-        if not self._event.query():
-            if self._age < self.MAX_AGE:
-                return False
-            self._event.synchronize()
-        self._event = None
-        return bool(host_value(self._answer, fake=0))
-
-
 class GeminiModel(ModelWrapper):
     """Boosted model; every rank holds its shards of the weights, and full weights only while they are used.
 
-    Between forwards a parameter has its full shape, with nan in every element. `state_dict()` returns full weights, and
-    `with model.gathered():` makes the parameters hold them. Both are collective.
+    Between forwards a parameter has its full shape, and operators on it gather its weights: they are collective, and
+    may not write to it. `state_dict()` returns full weights, and `with model.gathered():` makes the parameters hold
+    them. Both are collective.
 
     Args:
         module: The user's model.
@@ -90,12 +49,14 @@ class GeminiModel(ModelWrapper):
         self.manager = manager
         self._settings = settings
         self.broadcasts_buffers = settings.config.broadcast_buffers and group_size(settings.data_parallel_group) > 1
-        self._modified_check = ModifiedCheck()
         self.hooks = ModuleHooks(module, manager, self._chunk_params())
         module.register_state_dict_pre_hook(_RefuseHidden(manager))
 
     def _chunk_params(self) -> dict[int, ChunkParam]:
-        return {id(param.parameter): param for chunk in self.manager.chunks for param in chunk.params}
+        return {id(param.parameter): param for param in self._all_params()}
+
+    def _all_params(self) -> Iterator[ChunkParam]:
+        return (param for chunk in self.manager.chunks for param in chunk.params)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's forward; arguments and result are those of the user's model.
@@ -106,7 +67,7 @@ class GeminiModel(ModelWrapper):
         return super().forward(*args, **kwargs)
 
     def _begin_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._require_unmoved()
+        self.check_weights()
         if self.broadcasts_buffers and self.training and torch.is_grad_enabled():
             broadcast_coalesced(list(self.module.buffers()), self._settings.data_parallel_group)
 
@@ -127,6 +88,9 @@ class GeminiModel(ModelWrapper):
         for chunk in self.manager.chunks:
             chunk.version += 1
         torch.autograd.graph.increment_version(list(self.module.parameters()))
+        with torch._C.DisableTorchFunctionSubclass():  # also of hidden parameters
+            for param in self._all_params():
+                param.record_version()
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
@@ -213,26 +177,17 @@ class GeminiModel(ModelWrapper):
         self._outdate_graphs()
 
     def check_weights(self) -> None:
-        """Check that no weight was modified without effect.
+        """Check that the parameters' data are in their chunks, or sharded, and that no weight was modified in vain.
 
         Raises:
-            ConfigError: The memory of a parameter was replaced, or the parameter was modified while it was sharded.
+            ConfigError: The memory of a parameter was replaced, or a view of a sharded one was written.
         """
-        self._require_unmoved()
-        chunks = [chunk for chunk in self.manager.chunks if chunk.params and not chunk.is_kept_gathered]
-        written = chunks if chunks and self._modified_check.run(chunks) else []
-        for chunk in written:
-            if not chunk.was_modified_while_sharded():
-                continue
-            names = format_list((repr(param.name) for param in chunk.params), 4)
-            raise ConfigError(
-                "a parameter was modified while its weights were sharded over the ranks, so the change is lost:"
-                f" one of {names}. Change weights inside of `with model.gathered():`"
-            )
+        with torch._C.DisableTorchFunctionSubclass():
+            self.hooks.refuse_modified(one for one in self._all_params() if not one.chunk.is_kept_gathered)
+            self._check_memory()
 
-    def _require_unmoved(self) -> None:
-        """Check that the parameters' data are in their chunks, or sharded."""
-        for param in (param for chunk in self.manager.chunks for param in chunk.params):
+    def _check_memory(self) -> None:
+        for param in self._all_params():
             chunk, parameter = param.chunk, param.parameter
             if chunk.gathered is None:
                 place = chunk.placeholder
@@ -248,18 +203,19 @@ class GeminiModel(ModelWrapper):
                 )
 
     def regroup(self, parameters: list[nn.Parameter]) -> list[Chunk]:
-        """Move unfrozen parameters into new chunks and return these. Collective."""
-        params = self._chunk_params()
-        moved = [params[id(parameter)] for parameter in parameters]
+        """Move unfrozen parameters, and those in the same chunks, into new chunks and return these. Collective."""
+        trained = {id(parameter) for parameter in parameters}
+        before = [one for one in self.manager.chunks if any(id(param.parameter) in trained for param in one.params)]
+        moved = [param for chunk in before for param in chunk.params]
         values: dict[int, torch.Tensor] = {}
         with self.manager.aside():
             for param in moved:
                 self.manager.need((param,))
                 values[id(param.parameter)] = param.parameter.detach().clone()
-        for param in moved:
-            param.chunk.remove(param)
+        for chunk in before:
+            chunk.clear()
         named = [(param.name, param.parameter) for param in moved]
-        chunks = add_chunks(self.manager, self._settings, named, values)
+        chunks = add_chunks(self.manager, self._settings, named, values, trained)
         self.hooks.watch(self.module, self._chunk_params())
         return chunks
 
@@ -425,7 +381,7 @@ class _RefuseHidden:
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if self._manager is None or keep_vars:  # keep_vars returns the parameter objects, not values
             return
-        if any(chunk.gathered is None and chunk.params for chunk in self._manager.chunks):
+        if any(chunk.is_hidden and chunk.params for chunk in self._manager.chunks):
             raise ConfigError(
                 f"state_dict() of the {type(module).__name__} passed to boost() has no weights, because they are"
                 " sharded over the ranks: call it on the model that boost() returned, use booster.save_model(), or"

@@ -7,9 +7,9 @@ import weakref
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from torch.utils.hooks import RemovableHandle
 
 from booster.comm.fake import unseen_by_modes
 from booster.core.compiling import LAYER_OF_COMPILED, EagerHook, not_compiled
+from booster.errors import ConfigError, format_list
+from booster.lazy_init.materialize import METADATA_FUNCTIONS
 from booster.plugins.sharding.deferred_init import sharded_copy_error
 from booster.plugins.sharding.optimizer import written_weights_error
 from booster.pytree import iter_tensors
@@ -49,7 +51,8 @@ class _SavedWeight:
         self._source = source
         self._param = param
         self._version = param.chunk.version
-        self._size, self._stride, self._offset = tensor.size(), tensor.stride(), offset
+        self._size, self._stride = tensor.size(), tensor.stride()
+        self._offset = offset - param.region.start
         param.num_saved += 1
 
     def __del__(self) -> None:
@@ -63,8 +66,9 @@ class _SavedWeight:
                 " by optimizer.step(), by loading a checkpoint or in `with model.gathered():`: call backward() before"
                 " that"
             )
-        payload = self._source.gather_for_backward(self._param)
-        return payload.as_strided(self._size, self._stride, self._offset)
+        param = self._source.params[id(self._param.parameter)]  # it moves when it is unfrozen
+        payload = self._source.gather_for_backward(param)
+        return payload.as_strided(self._size, self._stride, param.region.start + self._offset)
 
 
 class _SavedOther:
@@ -217,11 +221,12 @@ class _RunningModule:
 
     def written(self) -> list[str]:
         """Return the names of parameters that were written to since they were pinned."""
-        return [
-            param.name
-            for param, version, address in self.pinned
-            if (param.parameter._version, param.parameter.data_ptr()) != (version, address)
-        ]
+        found = []
+        for param, version, address in self.pinned:
+            if (param.parameter._version, param.parameter.data_ptr()) != (version, address):
+                found.append(param.name)
+                param.record_version()
+        return found
 
     def unpin(self) -> None:
         """Unpin all its parameters."""
@@ -257,12 +262,59 @@ class HookedParameters(dict[str, Any]):
         return dict, (dict(self),)  # a copy of the module, a deep one too, has a plain dict
 
 
+# Note [Weights outside of modules]
+# A regularization term, a logger or an average may read a parameter while no module and no backward runs. Its memory
+# then is a placeholder, or may become one before backward reads what autograd has saved, which of a parameter is the
+# parameter itself. So parameters are *hidden* then: their class has a `__torch_function__`, which gathers the weights
+# before an operator and lets the saved-tensor hooks see what it saves. As elsewhere the ranks must do the same. Within
+# modules and backward, where weights are gathered by hooks, parameters have their own class and cost nothing more;
+# hidden ones are read there by functions that find them elsewhere than in a module, as in `self.model.parameters()`.
+# What an operator returns may be a view of the gathered memory. A write through it, or by the operator itself, would
+# have no effect. It changes the version of the parameter, which is compared after the operator and before a forward.
+_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_READS_NO_WEIGHTS = METADATA_FUNCTIONS | {torch.Tensor.data_ptr}
+_all_hooks: weakref.WeakSet[ModuleHooks] = weakref.WeakSet()
+
+
+class HiddenParameter(nn.Parameter):
+    """Parameter whose weights an operator gathers; see Note [Weights outside of modules]."""
+
+    def __repr__(self) -> str:
+        return f"Parameter(size={tuple(self.shape)}, dtype={self.dtype}), sharded over the ranks"
+
+    @classmethod
+    @not_compiled
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        hidden = {id(one): one for one in iter_tensors((args, kwargs)) if isinstance(one, HiddenParameter)}
+        with ExitStack() as stack:
+            if func not in _READS_NO_WEIGHTS:
+                for hooks in list(_all_hooks):
+                    params = [hooks.params[key] for key in hidden if key in hooks.params]
+                    if params:
+                        stack.enter_context(hooks.reading(params, func))
+            if any(isinstance(one, HiddenParameter) for one in hidden.values()):
+                stack.enter_context(torch._C.DisableTorchFunctionSubclass())
+            return func(*args, **kwargs)
+
+
+@cache
+def _hidden_class(cls: type) -> type:
+    return type(f"Hidden{cls.__name__}", (HiddenParameter, cls), {}) if issubclass(cls, nn.Parameter) else cls
+
+
 class ModuleHooks:
-    """Hooks of the user's model, given the chunk parameter of each parameter by its `id`."""
+    """Hooks of the user's model, given the chunk parameter of each parameter by its `id`.
+
+    Attributes:
+        params: Chunk parameter of each parameter by its `id`.
+    """
 
     def __init__(self, model: nn.Module, manager: ChunkManager, params: dict[int, ChunkParam]) -> None:
         self.manager = manager
-        self._params: dict[int, ChunkParam] = {}
+        self.params: dict[int, ChunkParam] = {}
         self._running: list[_RunningModule] = []
         self._again = _RunningModule(None)
         self._saved_bytes = 0
@@ -273,6 +325,7 @@ class ModuleHooks:
         self._watched: list[nn.Module] = []
         self._is_in_backward = False
         self.watch(model, params)
+        _all_hooks.add(self)
 
     def watch(self, model: nn.Module, params: dict[int, ChunkParam]) -> None:
         """Watch these parameters in place of those before; graphs created earlier go on with these hooks."""
@@ -280,11 +333,18 @@ class ModuleHooks:
             handle.remove()
         for module in self._watched:
             module._parameters = dict(module._parameters)
-        self._handles, self._watched, self._params = [], [], params
+        self._handles, self._watched, self.params = [], [], params
         compiled = vars(model).get(LAYER_OF_COMPILED, {})
         for module in model.modules():
             self._watch(module, compiled)
         for key, param in params.items():
+            param.show()
+            param.record_version()
+            if param.region.start < param.region.stop:
+                param.shown_class = type(param.parameter)
+                param.hidden_class = _hidden_class(param.shown_class)
+            if param.chunk.is_hidden:
+                param.hide()
             if key in self._gradient_handles:
                 param.has_grad_hook = True
             elif param.parameter.requires_grad and param.chunk.layout.trains:
@@ -294,7 +354,7 @@ class ModuleHooks:
 
     def _watch(self, module: nn.Module, compiled: Mapping[nn.Module, nn.Module]) -> None:
         is_layer = module in compiled.values()  # its graph reads all weights; see Note [Compiled layers]
-        own = [self._params[id(one)] for one in module.parameters(recurse=is_layer) if id(one) in self._params]
+        own = [self.params[id(one)] for one in module.parameters(recurse=is_layer) if id(one) in self.params]
         if not own and not any(True for _ in module.children()):
             return
         before: Callable[..., Any] = _BeforeForward(self, own)
@@ -310,8 +370,8 @@ class ModuleHooks:
 
     def check_gathered(self, parameters: Iterable[nn.Parameter | None], module_class: type[nn.Module]) -> None:
         """Check that parameters of a module are gathered before they are copied or pickled."""
-        params = [self._params.get(id(one)) for one in parameters]
-        if any(param is not None and param.chunk.gathered is None for param in params):
+        params = [self.params.get(id(one)) for one in parameters]
+        if any(param is not None and param.chunk.is_hidden for param in params):
             raise sharded_copy_error(module_class)
 
     # Forward.
@@ -346,7 +406,7 @@ class ModuleHooks:
                 if running.packs:
                     self._saved.end()
                 if self._running:
-                    returned = [self._params.get(id(one)) for one in _parameters_in(output)]
+                    returned = [self.params.get(id(one)) for one in _parameters_in(output)]
                     self._running[-1].pin(param for param in returned if param is not None)
                 written = running.written()
                 running.unpin()
@@ -365,7 +425,7 @@ class ModuleHooks:
     @not_compiled
     def note_read(self, parameter: nn.Parameter) -> None:
         """Handle a read of a module's parameter."""
-        param = self._params.get(id(parameter))
+        param = self.params.get(id(parameter))
         if param is None or (param.num_pins > 0 and not param.is_overwritten and param.chunk.is_gathered):
             return
         with unseen_by_modes():
@@ -373,6 +433,60 @@ class ModuleHooks:
                 self._note_backward()
             self.manager.need((param,))
             (self._running[-1] if self._running else self._again).pin((param,))
+
+    # Outside of modules.
+
+    @contextmanager
+    def reading(self, params: Sequence[ChunkParam], func: Callable[..., Any]) -> Iterator[None]:
+        """Gather the weights of hidden parameters for an operator. Collective over the shard group.
+
+        Raises:
+            ConfigError: The operator writes to the weights, or takes or replaces the memory of a parameter.
+        """
+        if func in _DATA:
+            raise ConfigError(
+                f"the memory of {params[0].name!r} was read or replaced, by .data, model.to(), .half() or the like,"
+                " while its weights are sharded over the ranks: convert the model before boost(), read the parameter"
+                " itself, and change weights inside of `with model.gathered():`"
+            )
+        chunks = list(dict.fromkeys(param.chunk for param in params))
+        if func is torch.autograd.grad:  # uses no weights but those that were saved
+            for chunk in chunks:
+                chunk.show()
+        elif self.is_running:
+            for param in params:
+                self.note_read(param.parameter)
+            yield
+            return
+        else:
+            with unseen_by_modes(), self.manager.aside(releases=False):
+                self.manager.need(params)
+        packs = self._saved.begin()
+        try:
+            yield
+        finally:
+            if packs:
+                self._saved.end()
+            for chunk in chunks:
+                chunk.hide()
+        self.refuse_modified(params)
+
+    def refuse_modified(self, params: Iterable[ChunkParam]) -> None:
+        """Check that parameters were not written while their weights are sharded.
+
+        Raises:
+            ConfigError: One was. Its weights are as before.
+        """
+        modified = [param for param in params if param.is_modified]
+        if modified:
+            for param in modified:
+                param.record_version()
+            self.manager.release_all()
+            raise ConfigError(
+                f"{format_list((repr(param.name) for param in modified), 4)} was modified while the weights are sharded"
+                " over the ranks, and the change is lost: change weights inside of `with model.gathered():`, or before"
+                " boost()"
+            )
 
     def _begin_outermost(self) -> None:
         if _is_autograd_running():  # activation checkpointing recomputes a part of the forward
@@ -401,9 +515,10 @@ class ModuleHooks:
     def _begin_backward(self) -> None:
         self._is_in_backward = True
         self.manager.begin_backward()
-        for key, handle in self._gradient_handles.items():
-            hooks = self._params[key].parameter._post_accumulate_grad_hooks
-            hooks[handle.id] = hooks.pop(handle.id)  # behind hooks that the user registered later
+        with torch._C.DisableTorchFunctionSubclass():
+            for key, handle in self._gradient_handles.items():
+                hooks = self.params[key].parameter._post_accumulate_grad_hooks
+                hooks[handle.id] = hooks.pop(handle.id)  # behind hooks that the user registered later
 
     def _end_backward(self) -> None:
         self._is_in_backward = False
@@ -425,7 +540,7 @@ class ModuleHooks:
 
     def on_grad_ready(self, parameter: torch.Tensor) -> None:
         """Handle a gradient that is complete in `.grad`, unless the hook of the parameter was removed."""
-        param = self._params.get(id(parameter))
+        param = self.params.get(id(parameter))
         if param is None or not param.has_grad_hook:
             return
         self._note_backward()

@@ -185,7 +185,7 @@ class GeminiOptimizer(ShardedOptimizer):
     def _refresh_masters(self) -> None:
         for update in self._updates.values():
             if update.has_copy:
-                update_master(update.chunk.master.as_tensor(), update.chunk.weights.as_tensor())
+                update.refresh_master()
 
     def follow_weights(self, shard: Shard) -> None:
         update = self._update_of[id(shard.parameter)]
@@ -251,6 +251,21 @@ class GeminiOptimizer(ShardedOptimizer):
 
     def _fetch_weights(self) -> None:
         self._wait_for_copies()
+        self._follow_modified()
+
+    def _follow_modified(self) -> None:
+        for update in self._updates.values():
+            # By unwrap_model(model).apply(...) or the like: weights that are not kept gathered refuse that.
+            if (
+                update.has_copy
+                and update.chunk.is_kept_gathered
+                and any(one.is_modified for one in update.chunk.params)
+            ):
+                update.refresh_master()
+
+    def _update_parameters(self) -> None:
+        self._follow_modified()
+        super()._update_parameters()
 
     def _finish_step(self) -> None:
         self.model.weights_changed()

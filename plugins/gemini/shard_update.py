@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from booster.core.shard_aware import update_master
 from booster.interface import Shard
 from booster.plugins.sharding.step_in_parts import Arrival
 
@@ -106,6 +107,10 @@ class ChunkUpdate:
         """Copy the master shard into this rank's weights."""
         if self.has_copy:
             self.chunk.master.copy_to(self.chunk.weights)
+
+    def refresh_master(self) -> None:
+        """Update the master shard from weights that were changed outside of the optimizer."""
+        update_master(self.chunk.master.as_tensor(), self.chunk.weights.as_tensor())
 
     # Optimizer states in a tier.
 

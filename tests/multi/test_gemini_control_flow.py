@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from gemini_models import POLICIES, WIDTH, Block, Stack, Twins, square_loss
+from gemini_models import POLICIES, WIDTH, Block, Stack, Twins, simply, square_loss
 from harness import distributed, run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from booster.errors import DesyncError, RankFailedError
+from booster.errors import ConfigError, DesyncError, RankFailedError
 from booster.fault_tolerance import collective_errors
 
 pytestmark = pytest.mark.on_device
@@ -64,6 +64,31 @@ def _penalty_of_weights(model, x, backward, rank, step):
     weights = [one for name, one in model.named_parameters() if name.startswith("blocks.1")]
     gradients = torch.autograd.grad(loss, weights, create_graph=True)
     backward(loss + sum(gradient.square().sum() for gradient in gradients))
+
+
+def _norms(model):
+    return 0.1 * sum(parameter.norm() for parameter in model.parameters())
+
+
+def _regularized(model, x, backward, rank, step):
+    backward(square_loss(model(x)) + _norms(model))
+
+
+def _regularized_before(model, x, backward, rank, step):
+    norms = _norms(model)
+    backward(square_loss(model(x)) + norms)
+
+
+def _regularized_between(model, x, backward, rank, step):
+    loss = square_loss(model(x)) + _norms(model)
+    backward(loss + square_loss(model(2 * x)))
+
+
+def _regularized_by_views(model, x, backward, rank, step):
+    flat = torch.cat([parameter.view(-1) for parameter in model.parameters()])
+    norms = torch._foreach_norm([parameter.detach() for parameter in model.parameters()])
+    backward(square_loss(model(x)) + 0.1 * flat.norm())
+    return norms
 
 
 def _some_inputs(model, x, backward, rank, step):
@@ -121,6 +146,10 @@ LOOPS = {
         _two_graphs,
         _penalty,
         _penalty_of_weights,
+        _regularized,
+        _regularized_before,
+        _regularized_between,
+        _regularized_by_views,
         _some_inputs,
         _unwrapped,
         _evaluating,
@@ -381,18 +410,57 @@ def test_training_goes_on_after_an_error_in_backward(way, policy):
     twins.assert_equal()
 
 
+class RegularizesItself(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = Stack()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.stack(x) + _norms(self.stack)
+
+
+@pytest.mark.parametrize("build", [Stack, RegularizesItself])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"shard_param_frac": 0.5},
+        {"placement_policy": "auto"},
+        {"placement_policy": "auto", "device_memory_budget": 40_000},
+    ],
+)
+@distributed(world_size=[1, 2, 3])
+def test_weights_are_read_outside_of_their_modules(arguments, build):
+    Twins(build, simply if build is RegularizesItself else _regularized, **arguments).train().assert_equal()
+
+
 @distributed(world_size=2)
-def test_weights_between_forwards_show_nan_and_refuse_to_be_written():
+def test_weights_outside_of_modules_are_whole_and_refuse_to_be_written():
     twins = Twins(Stack).train(range(1))
-    for parameter in twins.model.parameters():
-        assert parameter.isnan().all()
+    expected = dict(twins.plain.named_parameters())
+    for name, parameter in twins.model.named_parameters():
+        torch.testing.assert_close(parameter, expected[name], rtol=2e-5, atol=4e-6)
+        assert isinstance(parameter, nn.Parameter)
+        assert "sharded over the ranks" in repr(parameter)
         for write in (
             lambda one: one.add_(1),
             lambda one: one.copy_(torch.ones_like(one)),
             lambda one: one.normal_(),
+            lambda one: torch._foreach_mul_([one], 2),
+            lambda one: nn.init.uniform_(one),
         ):
-            with torch.no_grad(), pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
+            with torch.no_grad(), pytest.raises(ConfigError, match=f"'{name}' was modified .* lost: change weights"):
                 write(parameter)
+        with pytest.raises(ConfigError, match=rf"memory of '{name}' .* by \.data"):
+            parameter.data.zero_()
+        with pytest.raises(ConfigError, match=rf"memory of '{name}' .* by \.data"):
+            parameter.data = torch.ones_like(parameter)
+    with torch.no_grad():
+        parameter.view(-1)[0] = 5.0
+    with pytest.raises(ConfigError, match=f"'{name}' was modified"):
+        twins.model(twins.batch(0))
+    with pytest.raises(ConfigError, match=r"'blocks.0.first.weight' was modified"):
+        twins.raw.blocks[0].first.reset_parameters()
     twins.train(range(1, 3)).assert_equal()
 
 

@@ -182,3 +182,29 @@ def test_everything_is_freed_with_the_wrappers(policy):
         del net, booster, model, optimizer, plugin
     gc.collect()
     assert [one() for one in seen] == [None] * len(seen)
+
+
+@distributed(world_size=[1, 2])
+def test_layers_that_are_unfrozen_leave_no_memory_behind():
+    ignored = {one.untyped_storage().data_ptr() for one in gc.get_objects() if isinstance(one, torch.Tensor)}
+    model = Stack()
+    for layer in model.layers[::2]:
+        layer.requires_grad_(False)
+    plugin = GeminiPlugin(precision="fp32", chunk_config_dict={"chunk_size": 2 * CHUNK})
+    booster = Booster(plugin=plugin)
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=1e-2))
+
+    def train() -> int:
+        loss = boosted(_part_of_batch(0, plugin.dp_rank, plugin.dp_size)).square().mean()
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        del loss
+        gc.collect()
+        return live_bytes(ignored)
+
+    before = train()
+    model.layers[0].requires_grad_(True)  # alone in a chunk of two layers
+    for layer in model.layers[8::2]:
+        layer.requires_grad_(True)
+    assert train() <= before + _waste(boosted)

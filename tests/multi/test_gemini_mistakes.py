@@ -13,7 +13,6 @@ from torch import nn
 from booster import Booster
 from booster.errors import BoosterError, ConfigError
 from booster.plugins import GeminiPlugin
-from booster.plugins.gemini.model import ModifiedCheck
 
 pytestmark = pytest.mark.on_device
 
@@ -45,11 +44,6 @@ def train(booster, model, optimizer) -> float:
     optimizer.step()
     optimizer.zero_grad()
     return float(loss.detach())
-
-
-def train_steps(num_steps, booster, model, optimizer) -> None:
-    for _ in range(num_steps):
-        train(booster, model, optimizer)
 
 
 PLACEMENTS = [{}, {"shard_param_frac": 0.5}, {"placement_policy": "cpu"}]
@@ -107,14 +101,34 @@ def test_changes_between_steps_are_refused():
     booster, model, optimizer = boosted()
     net = booster.unwrap_model(model)
     train(booster, model, optimizer)
-    nn.init.zeros_(net.first.weight)
-    # Without a wait for a device, which tells it by some later step.
-    num_steps = 1 if booster.device.type == "cpu" else ModifiedCheck.MAX_AGE + 2
-    with pytest.raises(ConfigError, match=r"one of 'first.weight', 'first.bias'"):
-        train_steps(num_steps, booster, model, optimizer)
-    optimizer.zero_grad()
+    with pytest.raises(ConfigError, match=r"'first.weight' was modified .* is lost"):
+        nn.init.zeros_(net.first.weight)
     train(booster, model, optimizer)
-    net.second.weight.data = torch.zeros(8, 8, device=booster.device)
+    with pytest.raises(ConfigError, match=r"memory of 'second.weight' was read or replaced"):
+        net.second.weight.data = torch.zeros(8, 8, device=booster.device)
+    with pytest.raises(ConfigError, match=r"memory of 'first.weight' was read or replaced"):
+        net.half()
+    train(booster, model, optimizer)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@distributed(world_size=[1, 2])
+def test_weights_that_stay_gathered_may_be_changed_between_steps(precision):
+    net = Small()
+    booster = Booster(plugin=GeminiPlugin(precision=precision, shard_param_frac=0))
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.0))
+    for value in (0.25, -0.5):
+        train(booster, model, optimizer)
+        for layer in (net.first, net.second):
+            nn.init.constant_(layer.weight, value)
+        train(booster, model, optimizer)
+        assert all(bool((layer.weight == value).all()) for layer in (net.first, net.second))
+
+
+@distributed(world_size=2)
+def test_memory_of_weights_that_stay_gathered_is_not_replaced():
+    booster, model, optimizer = boosted(shard_param_frac=0)
+    booster.unwrap_model(model).second.weight.data = torch.zeros(8, 8, device=booster.device)
     with pytest.raises(ConfigError, match=r"memory of 'second.weight' was replaced"):
         train(booster, model, optimizer)
 
