@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from .one_process import OneProcess, on_the_host
-from .table import LOOPS, NAN, STRATEGIES, UserLoop, as_markdown
+from .table import LOOPS, STRATEGIES, UserLoop, as_markdown
 
-__all__ = ["LOOPS", "NAN", "STRATEGIES", "OneProcess", "UserLoop", "as_markdown", "on_the_host"]
+__all__ = ["LOOPS", "STRATEGIES", "OneProcess", "UserLoop", "as_markdown", "on_the_host"]
