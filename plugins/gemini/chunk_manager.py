@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,12 +19,10 @@ from booster.plugins.sharding.collective_order import (
     RankRequest,
 )
 
-from .chunk import Chunk, ChunkParam, finish_transfer
+from .chunk import Chunk, ChunkParam
 from .config import GeminiSettings
-from .placement import ChunkBytes, ChunkLocations, Placement, evictions
-from .shard_update import adam_state_bytes
-from .tiers import Tier, Transfer
-from .tracer import Cursor, Trace, Tracer
+from .placement import ChunkBytes, ChunkLocations, Cursor, Placement, Trace, Tracer, evictions
+from .tiers import Tier, Transfer, finish_transfer
 
 # Note [Order of reductions]
 # All ranks reduce chunks in the same order: from the last chunk to the first in the first backward, and afterwards in
@@ -47,8 +45,7 @@ class GradientReduction:
         self._in_flight: deque[Chunk] = deque()
         self._storing: deque[tuple[Sequence[Buffer | None], Transfer]] = deque()
         self._order = [chunk.index for chunk in reversed(manager.chunks) if chunk.layout.trains]
-        self._completed: list[int] = []
-        self._is_ready = [False] * len(manager.chunks)
+        self._completed: dict[int, None] = {}  # in order
         self._num_issued = 0
         self._knows_order = False
         self._order_to_come: list[int] | None = None
@@ -58,7 +55,6 @@ class GradientReduction:
     def add(self, chunks: Sequence[Chunk]) -> None:
         """Add chunks behind the others."""
         self._order += [chunk.index for chunk in chunks if chunk.layout.trains]
-        self._is_ready += [False] * len(chunks)
 
     # During backward.
 
@@ -69,17 +65,16 @@ class GradientReduction:
         if chunk.is_reducing:  # a second gradient in the same backward must not change a buffer in flight
             self.finish_all()
         chunk.on_grad_ready(param, manager.take_buffer)
-        if chunk.is_complete and not self._is_ready[chunk.index]:
+        if chunk.is_complete and chunk.index not in self._completed:
             self._complete(chunk)
 
     def _complete(self, chunk: Chunk) -> None:
         manager = self._manager
-        self._completed.append(chunk.index)
-        self._is_ready[chunk.index] = True
+        self._completed[chunk.index] = None
         if chunk.can_be_released and not manager.is_needed_again(chunk):
             manager.release(chunk)
         before = self.num_ready
-        while self.num_ready < len(self._order) and self._is_ready[self._order[self.num_ready]]:
+        while self.num_ready < len(self._order) and self._order[self.num_ready] in self._completed:
             self.num_ready += 1
         if self.num_ready > before:
             manager.negotiate(())
@@ -184,7 +179,6 @@ class GradientReduction:
     def abort(self) -> None:
         """Reset the progress of the backward. Gradients that have arrived are kept."""
         self._completed.clear()
-        self._is_ready = [False] * len(self._manager.chunks)
         self._num_issued = self.num_ready = 0
 
     # Between backwards.
@@ -217,7 +211,7 @@ class ChunkManager:
         negotiation: Negotiation between the ranks of the shard group.
         tier: Offload tier; None as long as nothing is offloaded.
         state_bytes: Function that returns the bytes of this rank's master weights and optimizer states of a chunk.
-        on_trace: Function called after the traced iteration, if any.
+        on_trace: Function called after the traced iteration.
         tracer: Tracer of the current iteration, if it is traced.
     """
 
@@ -232,11 +226,11 @@ class ChunkManager:
         self.phase = PassKind.FORWARD
         self.is_whole = False
         self.placement = placement
-        self.state_bytes: Callable[[Chunk], int] = adam_state_bytes
+        self.state_bytes: Callable[[Chunk], int] = Chunk.adam_state_bytes
         self.tracer: Tracer | None = None
         self._cursor: Cursor | None = None
         self._protected: frozenset[int] = frozenset()
-        self._last_use = [0] * len(self.chunks)
+        self._last_use: Counter[int] = Counter()
         self._clock = 0
         self._is_aside = False
         self._awaits_backward = False
@@ -245,7 +239,7 @@ class ChunkManager:
         self._sizes: list[ChunkBytes] | None = None
         self._gather_budget_at: dict[int, int] = {}
         self._gathered: dict[int, Chunk] = {}
-        self.on_trace: Callable[[], None] | None = None
+        self.on_trace: Callable[[], None] = lambda: None
         self.reduction = GradientReduction(self, is_asynchronous=settings.config.enable_async_reduce)
 
     def note_addresses(self, chunks: Iterable[Chunk]) -> None:
@@ -257,7 +251,6 @@ class ChunkManager:
     def add(self, chunks: Sequence[Chunk]) -> None:
         """Append allocated chunks. The trace is dropped and recorded again."""
         self.chunks += chunks
-        self._last_use += [0] * len(chunks)
         self.note_addresses(chunks)
         self._cursor = self._sizes = None
         self._gather_budget_at.clear()
@@ -336,7 +329,7 @@ class ChunkManager:
 
     def _begin_pass(self, phase: PassKind, trains: bool) -> None:
         """Begin a pass, and replay it if all ranks begin it with the same record; see Note [Replayed passes]."""
-        self._abort_pass()  # one that has not ended
+        self._replay.abort(others_go_on=self.phase is PassKind.FORWARD)  # one that has not ended
         self._replay.replay_rest()
         self.phase = phase
         if group_size(self.negotiation.group) == 1:
@@ -348,10 +341,6 @@ class ChunkManager:
             is_unanimous = all(request.begins == begins for request in requests)
         self._replay.begin((phase, trains), replays=is_unanimous)
 
-    def _abort_pass(self) -> None:
-        # Reductions of a failed backward are not known any more.
-        self._replay.abort(others_go_on=self.phase is PassKind.FORWARD)
-
     def end_forward(self, *, trains: bool) -> None:
         """Finish a forward of the outermost module, and serve the pending requests of other ranks. Collective."""
         if self.is_whole:  # all weights are gathered, so that ranks may run different code
@@ -359,7 +348,8 @@ class ChunkManager:
         self.close()
         if not trains:
             self.release_all()
-        self._hide_all()
+        for chunk in self._gathered.values():
+            chunk.hide()
 
     def end_backward(self) -> None:
         """Finish a backward: reduce late gradients and release all weights. Collective."""
@@ -369,15 +359,16 @@ class ChunkManager:
         if self.tracer is not None:
             self._cursor, self.tracer = Cursor(self.tracer.trace()), None
             self._gather_budget_at.clear()
-            if self.on_trace is not None:
-                self.on_trace()
+            self.on_trace()
         self.restart()
 
     def restart(self) -> None:
         """Return to the start of an iteration; the trace of a failed pass is dropped."""
         self.tracer = None
-        self._abort_pass()
-        self._hide_all()
+        # Reductions of a failed backward are not known any more.
+        self._replay.abort(others_go_on=self.phase is PassKind.FORWARD)
+        for chunk in self._gathered.values():
+            chunk.hide()
         self.phase = PassKind.FORWARD
         self._current = ()
         self._awaits_backward = False
@@ -411,10 +402,6 @@ class ChunkManager:
             if chunk.can_be_released:
                 self.release(chunk)
         self.pool.trim()
-
-    def _hide_all(self) -> None:
-        for chunk in self._gathered.values():
-            chunk.hide()
 
     # Weights.
 

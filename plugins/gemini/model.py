@@ -1,10 +1,12 @@
-"""Model wrapper of Gemini: weights are gathered on use, state dicts are unsharded."""
+"""Model wrapper of Gemini, whose weights are gathered on use, and construction of its chunks, one after another."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,14 +23,18 @@ from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, TensorSlice
 from booster.kernels.checksum import crc32
 from booster.lazy_init import is_lazy, materialize_tensor
+from booster.logger import log_rank_zero
 from booster.plugins.base import refuse_conversion
 from booster.plugins.sharding.buffer_pool import broadcast_coalesced
+from booster.validation import error_of
 
-from .chunk import Chunk, ChunkParam, finish_transfer
-from .chunk_init import add_chunks
+from .chunk import Chunk, ChunkParam
+from .chunk_layout import ChunkPlan, ParamInfo, default_step, plan_chunks, search_chunk_numel
 from .chunk_manager import ChunkManager
 from .config import GeminiSettings
-from .module_hooks import ModuleHooks
+from .module_hooks import ModuleHook, ModuleHooks
+from .placement import Placement
+from .tiers import ChunkShard, finish_transfer
 
 
 class GeminiModel(ModelWrapper):
@@ -50,7 +56,7 @@ class GeminiModel(ModelWrapper):
         self._settings = settings
         self.broadcasts_buffers = settings.config.broadcast_buffers and group_size(settings.data_parallel_group) > 1
         self.hooks = ModuleHooks(module, manager, self._chunk_params())
-        module.register_state_dict_pre_hook(_RefuseHidden(manager))
+        module.register_state_dict_pre_hook(ModuleHook(partial(_refuse_hidden, manager)))
 
     def _chunk_params(self) -> dict[int, ChunkParam]:
         return {id(param.parameter): param for param in self._all_params()}
@@ -88,7 +94,7 @@ class GeminiModel(ModelWrapper):
         for chunk in self.manager.chunks:
             chunk.version += 1
         torch.autograd.graph.increment_version(list(self.module.parameters()))
-        with torch._C.DisableTorchFunctionSubclass():  # also of hidden parameters
+        with torch._C.DisableTorchFunctionSubclass():  # of hidden parameters
             for param in self._all_params():
                 param.record_version()
 
@@ -128,6 +134,7 @@ class GeminiModel(ModelWrapper):
         for chunk in chunks:
             if chunk.is_kept_gathered and chunk.gathered is not None:
                 broadcast([chunk.gathered], self._settings.data_parallel_group)
+        self.notify_loaded()
         raise ConfigError(
             "the weights were changed inside of `with model.gathered():`, and on ranks"
             f" {[rank for rank, one in enumerate(digests) if one != digests[0]]} differently from rank 0: make the"
@@ -212,10 +219,11 @@ class GeminiModel(ModelWrapper):
             for param in moved:
                 self.manager.need((param,))
                 values[id(param.parameter)] = param.parameter.detach().clone()
+        is_kept = all(chunk.is_kept_gathered for chunk in before)
         for chunk in before:
             chunk.clear()
         named = [(param.name, param.parameter) for param in moved]
-        chunks = add_chunks(self.manager, self._settings, named, values, trained)
+        chunks = add_chunks(self.manager, self._settings, named, values, trained, is_kept=is_kept)
         self.hooks.watch(self.module, self._chunk_params())
         return chunks
 
@@ -372,34 +380,22 @@ class GeminiModel(ModelWrapper):
         return [found[name] for name in state if name in found]
 
 
-class _RefuseHidden:
-    """Makes `state_dict` of the user's module raise instead of returning nan."""
-
-    def __init__(self, manager: ChunkManager | None) -> None:
-        self._manager = manager
-
-    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if self._manager is None or keep_vars:  # keep_vars returns the parameter objects, not values
-            return
-        if any(chunk.is_hidden and chunk.params for chunk in self._manager.chunks):
-            raise ConfigError(
-                f"state_dict() of the {type(module).__name__} passed to boost() has no weights, because they are"
-                " sharded over the ranks: call it on the model that boost() returned, use booster.save_model(), or"
-                " call it inside of `with model.gathered():`"
-            )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _RefuseHidden:
-        return _RefuseHidden(None)
+def _refuse_hidden(manager: ChunkManager, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Raise in `state_dict` of the user's module, which would gather all weights at once."""
+    # keep_vars returns the parameter objects, not values
+    if not keep_vars and any(chunk.is_hidden and chunk.params for chunk in manager.chunks):
+        raise ConfigError(
+            f"state_dict() of the {type(module).__name__} passed to boost() has no weights, because they are"
+            " sharded over the ranks: call it on the model that boost() returned, use booster.save_model(), or"
+            " call it inside of `with model.gathered():`"
+        )
 
 
 def _forget_hooks(module: nn.Module) -> None:
     """Remove this package's hooks from a copied module, where they have no effect."""
-    for key, hook in list(module._state_dict_pre_hooks.items()):
-        if isinstance(hook, _RefuseHidden):
-            del module._state_dict_pre_hooks[key]
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+    for hooks in (module._state_dict_pre_hooks, module._forward_pre_hooks, module._forward_hooks):
         for key, hook in list(hooks.items()):
-            if type(hook).__module__ == ModuleHooks.__module__:
+            if isinstance(hook, ModuleHook):
                 del hooks[key]
                 module._forward_hooks_always_called.pop(key, None)
 
@@ -418,3 +414,153 @@ def place_buffers(model: nn.Module, device: torch.device) -> None:
                     placed[id(buffer)] = buffer, real.to(device)
                 module._buffers[name] = placed[id(buffer)][1]  # tied ones stay tied
     broadcast([buffer for _, buffer in model.named_buffers()])
+
+
+def build_chunks(
+    model: nn.Module, trained: Collection[int], settings: GeminiSettings, placement: Placement
+) -> ChunkManager:
+    """Move a model's parameters into chunks and return their manager. Collective over the data-parallel ranks.
+
+    Args:
+        model: The user's model.
+        trained: The `id`s of parameters that an optimizer updates.
+        settings: Sharding settings.
+        placement: Placement policy.
+    """
+    named, dtype = list(model.named_parameters()), settings.config.dtype
+    module_of = {
+        id(parameter): number
+        for number, module in reversed(list(enumerate(model.modules())))
+        for parameter in module.parameters(recurse=False)
+    }
+    infos = [
+        ParamInfo(
+            shape=tuple(parameter.shape),
+            dtype=dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype,
+            trains=id(parameter) in trained and parameter.requires_grad,
+        )
+        for _, parameter in named
+    ]
+    plan = _plan_model(infos, [module_of[id(parameter)] for _, parameter in named], settings)
+    if settings.config.verbose:
+        log_rank_zero(f"GeminiPlugin: {plan.describe()}")
+    manager = ChunkManager(_make_chunks(plan, named, settings), settings, placement)
+    manager.locations = manager.choose_locations()
+    is_offloaded = manager.locations.weights or manager.locations.states
+    raise_on_all_ranks(error_of(manager.needed_tier) if is_offloaded else None)  # before any weight is moved
+    for chunk in manager.chunks:
+        _fill_chunk(chunk, manager, settings, {})
+    manager.note_addresses(manager.chunks)
+    return manager
+
+
+def add_chunks(
+    manager: ChunkManager,
+    settings: GeminiSettings,
+    named: Sequence[tuple[str, nn.Parameter]],
+    values: Mapping[int, torch.Tensor],
+    trained: Collection[int],
+    *,
+    is_kept: bool,
+) -> list[Chunk]:
+    """Move parameters of other chunks into new ones and return these. Collective over the data-parallel ranks.
+
+    Args:
+        manager: Manager that the chunks are added to.
+        settings: Sharding settings.
+        named: Names and parameters, which are bound to placeholders.
+        values: Values of the parameters by `id`.
+        trained: The `id`s of those that train.
+        is_kept: If True, the chunks are kept gathered.
+    """
+    infos = [ParamInfo(shape=tuple(one.shape), dtype=one.dtype, trains=id(one) in trained) for _, one in named]
+    smallest = settings.config.chunk_numel or settings.config.min_chunk_numel
+    chunk_numel = max(smallest, *(info.numel for info in infos))
+    plan = plan_chunks(infos, num_shards=settings.num_shards, chunk_numel=chunk_numel)
+    chunks = _make_chunks(plan, named, settings, first_index=len(manager.chunks))
+    if is_kept:
+        kept = manager.locations.kept_gathered.union(chunk.index for chunk in chunks)
+        manager.locations = replace(manager.locations, kept_gathered=kept)
+    for chunk in chunks:
+        _fill_chunk(chunk, manager, settings, values)
+    manager.add(chunks)
+    return chunks
+
+
+def _plan_model(infos: Sequence[ParamInfo], module_of: Sequence[int], settings: GeminiSettings) -> ChunkPlan:
+    """Return the layout of all parameters, equal on all ranks. No communication."""
+    config, num_shards = settings.config, settings.num_shards
+    chunk_numel, outlier_numel = config.chunk_numel, None
+    if chunk_numel is None:
+        found = search_chunk_numel(
+            infos,
+            num_shards=num_shards,
+            search_range_numel=config.search_range_numel,
+            min_chunk_numel=config.min_chunk_numel,
+            step_numel=default_step(infos) if config.hidden_dim is None else config.hidden_dim,
+            module_of=module_of,
+        )
+        chunk_numel, outlier_numel = found.chunk_numel, found.outlier_numel
+    return plan_chunks(
+        infos, num_shards=num_shards, chunk_numel=chunk_numel, module_of=module_of, outlier_numel=outlier_numel
+    )
+
+
+def _make_chunks(
+    plan: ChunkPlan, named: Sequence[tuple[str, nn.Parameter]], settings: GeminiSettings, first_index: int = 0
+) -> list[Chunk]:
+    """Return chunks without allocated memory."""
+    return [
+        Chunk(
+            index,
+            layout,
+            [named[region.index] for region in layout.regions],
+            rank=settings.rank,
+            group=settings.shard_group,
+            device=settings.device,
+        )
+        for index, layout in enumerate(plan.chunks, first_index)
+    ]
+
+
+@torch.no_grad()
+def _fill_chunk(
+    chunk: Chunk, manager: ChunkManager, settings: GeminiSettings, values: Mapping[int, torch.Tensor]
+) -> None:
+    """Move the first rank's parameter values into a chunk. Collective over the data-parallel ranks.
+
+    Args:
+        chunk: Chunk without allocated memory.
+        manager: Manager with the locations of the shards.
+        settings: Sharding settings.
+        values: Values by parameter `id`, for parameters that are already bound to a placeholder.
+    """
+    locations = manager.locations
+    weights_tier = manager.needed_tier() if chunk.index in locations.weights else None
+    states_tier = manager.needed_tier() if chunk.index in locations.states else None
+    exact_dtype = chunk.layout.dtype  # promoted to a dtype that represents the values of all parameters exactly
+    for param in chunk.params:
+        exact_dtype = torch.promote_types(exact_dtype, param.parameter.dtype)
+    full = torch.zeros(chunk.layout.numel, dtype=exact_dtype, device=settings.device)
+    for param in chunk.params:
+        parameter = param.parameter
+        if id(parameter) in values:
+            param.view_in(full).copy_(values[id(parameter)])
+        elif settings.is_first or not is_lazy(parameter):
+            param.view_in(full).copy_(materialize_tensor(parameter) if is_lazy(parameter) else parameter.detach())
+        parameter.grad = None
+        param.unbind()
+    broadcast([full])
+    shard = full[chunk.layout.shard_range(settings.rank)]
+    if chunk.index in locations.kept_gathered or (settings.num_shards == 1 and weights_tier is None):
+        chunk.keep_gathered(full)
+    else:
+        chunk.weights.allocate(weights_tier)
+        weights = shard.to(chunk.layout.dtype)
+        finish_transfer(chunk.weights.store(weights))
+    dtype, device = settings.master_dtype(chunk.layout), settings.master_device(states_tier)
+    if dtype != chunk.layout.dtype or device != chunk.weights.device:  # else the optimizer updates the weights
+        chunk.master = ChunkShard(chunk.layout.shard_numel, dtype, device)
+        chunk.master.allocate(states_tier)
+        master = shard.to(dtype)
+        finish_transfer(chunk.master.store(master))

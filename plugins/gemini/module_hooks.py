@@ -263,23 +263,21 @@ class HookedParameters(dict[str, Any]):
 
 
 # Note [Weights outside of modules]
-# A regularization term, a logger or an average may read a parameter while no module and no backward runs. Its memory
-# then is a placeholder, or may become one before backward reads what autograd has saved, which of a parameter is the
-# parameter itself. So parameters are *hidden* then: their class has a `__torch_function__`, which gathers the weights
-# before an operator and lets the saved-tensor hooks see what it saves. As elsewhere the ranks must do the same. Within
-# modules and backward, where weights are gathered by hooks, parameters have their own class and cost nothing more;
-# hidden ones are read there by functions that find them elsewhere than in a module, as in `self.model.parameters()`.
-# What an operator returns may be a view of the gathered memory. A write through it, or by the operator itself, would
-# have no effect. It changes the version of the parameter, which is compared after the operator and before a forward.
-_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_READS_NO_WEIGHTS = METADATA_FUNCTIONS | {torch.Tensor.data_ptr}
+# A penalty, a logger or an average may read a parameter while no module and no backward runs. It may be bound to a
+# placeholder then, or become so before backward reads what autograd has saved, which is the parameter itself. So
+# parameters are *hidden* then: their class has a `__torch_function__` that gathers the weights for an operator, and the
+# saved-tensor hooks see what it saves. All ranks must do the same. Modules and backward see the parameter's own class,
+# at no cost, but for sharded weights that they find elsewhere, as in `self.model.parameters()`. A write, also through a
+# view that an operator has returned, has no effect. It changes the parameter's version, which is checked.
+_GET_DATA, _SET_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_READS_NO_WEIGHTS = METADATA_FUNCTIONS | {torch.Tensor.data_ptr, torch.Tensor.untyped_storage}
 _all_hooks: weakref.WeakSet[ModuleHooks] = weakref.WeakSet()
 
 
 class HiddenParameter(nn.Parameter):
     """Parameter whose weights an operator gathers; see Note [Weights outside of modules]."""
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"Parameter(size={tuple(self.shape)}, dtype={self.dtype}), sharded over the ranks"
 
     @classmethod
@@ -357,8 +355,8 @@ class ModuleHooks:
         own = [self.params[id(one)] for one in module.parameters(recurse=is_layer) if id(one) in self.params]
         if not own and not any(True for _ in module.children()):
             return
-        before: Callable[..., Any] = _BeforeForward(self, own)
-        after: Callable[..., Any] = _AfterForward(self, own)
+        before: Callable[..., Any] = ModuleHook(lambda module, args: self.enter(module, own))
+        after: Callable[..., Any] = ModuleHook(lambda module, args, output: self.exit(module, output))
         if module in compiled:
             before, after = EagerHook(before), EagerHook(after)
         self._handles.append(module.register_forward_pre_hook(before, prepend=True))
@@ -406,7 +404,7 @@ class ModuleHooks:
                 if running.packs:
                     self._saved.end()
                 if self._running:
-                    returned = [self.params.get(id(one)) for one in _parameters_in(output)]
+                    returned = [self.params.get(id(one)) for one in iter_tensors(output)]
                     self._running[-1].pin(param for param in returned if param is not None)
                 written = running.written()
                 running.unpin()
@@ -443,7 +441,7 @@ class ModuleHooks:
         Raises:
             ConfigError: The operator writes to the weights, or takes or replaces the memory of a parameter.
         """
-        if func in _DATA:
+        if func == _SET_DATA or (func == _GET_DATA and not self.is_running):
             raise ConfigError(
                 f"the memory of {params[0].name!r} was read or replaced, by .data, model.to(), .half() or the like,"
                 " while its weights are sharded over the ranks: convert the model before boost(), read the parameter"
@@ -574,31 +572,19 @@ class ModuleHooks:
             self._saved_bytes -= num_bytes
 
 
-class _ForwardHook:
-    """Forward hook as an object that copies without its chunks, so that a model with hooks can be copied."""
+class ModuleHook:
+    """Hook of a module that does nothing in a copy of it, so that a model with hooks can be copied and pickled."""
 
-    def __init__(self, hooks: ModuleHooks, own: Sequence[ChunkParam]) -> None:
-        self._hooks: ModuleHooks | None = hooks
-        self._own = own
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
+        self._call = call
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _ForwardHook:
-        copied = type(self).__new__(type(self))
-        copied._hooks, copied._own = None, ()
-        return copied
+    def __reduce__(self) -> tuple[type[ModuleHook], tuple[()]]:
+        return type(self), ()
 
-
-class _BeforeForward(_ForwardHook):
     @not_compiled
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if self._hooks is not None:
-            self._hooks.enter(module, self._own)
-
-
-class _AfterForward(_ForwardHook):
-    @not_compiled
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._hooks is not None:
-            self._hooks.exit(module, output)
+    def __call__(self, *args: Any) -> None:
+        if self._call is not None:
+            self._call(*args)
 
 
 @not_compiled
@@ -612,7 +598,3 @@ def _on_grad_accumulated(hooks: weakref.ref[ModuleHooks], parameter: torch.Tenso
 def _is_autograd_running() -> bool:
     """Whether this thread is executing a node of a backward graph."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _parameters_in(output: Any) -> Iterator[nn.Parameter]:
-    return (one for one in iter_tensors(output) if isinstance(one, nn.Parameter))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -15,12 +17,216 @@ from booster.errors import ConfigError
 from booster.interface import Shard, Shards, TensorSlice, TensorSpec
 from booster.plugins.sharding.optimizer import ShardedOptimizer
 from booster.plugins.sharding.optimizer_state import ShardedOptimizerState
-from booster.plugins.sharding.step_in_parts import step_in_parts
+from booster.plugins.sharding.step_in_parts import Arrival, step_in_parts
 
 from .chunk import Chunk, ChunkParam
+from .chunk_layout import ShardRegionInChunk
 from .config import GeminiSettings
 from .model import GeminiModel
-from .shard_update import ChunkUpdate, is_elementwise_state, migrate_master
+from .tiers import ChunkShard, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedShard:
+    """A shard and its region."""
+
+    shard: Shard
+    part: ShardRegionInChunk
+    param: ChunkParam
+
+
+class ChunkUpdate:
+    """Shards of a chunk that this rank updates, as views of the chunk's master shard.
+
+    Args:
+        chunk: Trained chunk with allocated memory.
+        group_of: Index of the param group by a parameter's `id`.
+        is_primary: If True, this rank saves its shards; its replicas do not.
+
+    Attributes:
+        owned: Shards in chunk order.
+        states: Per-element optimizer states in a tier, by name.
+    """
+
+    def __init__(self, chunk: Chunk, group_of: Mapping[int, int], *, is_primary: bool) -> None:
+        self.chunk = chunk
+        self.states: dict[str, ChunkShard] = {}
+        self.owned: list[OwnedShard] = []
+        main = chunk.master.as_tensor()
+        for part in chunk.layout.parts(chunk.rank):
+            param = chunk.params[part.region_index]
+            shard = Shard(
+                name=param.name,
+                global_shape=param.region.shape,
+                span=part.span,
+                parameter=nn.Parameter(main[part.in_shard], requires_grad=True),
+                model_param=param.parameter,
+                group_index=group_of[id(param.parameter)],
+                has_master=chunk.master.dtype != chunk.layout.dtype,
+                is_primary=is_primary,
+            )
+            self.owned.append(OwnedShard(shard, part, param))
+
+    @property
+    def has_copy(self) -> bool:
+        """Whether the weights are a copy of the master shard."""
+        return self.chunk.master is not self.chunk.weights
+
+    @property
+    def rounds_in_place(self) -> bool:
+        """Whether a fused optimizer step may write this rank's weights together with their masters."""
+        return self.has_copy and self.chunk.master.device == self.chunk.weights.device
+
+    def point(self) -> None:
+        """Rebind the shards to the master shard, which may have moved to another tier."""
+        main = self.chunk.master.as_tensor()
+        for one in self.owned:
+            one.shard.parameter.data = main[one.part.in_shard]
+
+    def point_gradients(self, *, waits: bool = True) -> Arrival | None:
+        """Set `.grad` of every used shard to its reduced gradient, and clear those of the others.
+
+        Args:
+            waits: If True, the host waits for gradients in flight.
+
+        Returns:
+            Gradients that are still in flight, if any.
+        """
+        shard, main = self.chunk.grad_shard, self.chunk.master
+        is_arriving = not waits and self.chunk.has_grad_shard and shard.has_streams
+        is_arriving = is_arriving and (main.dtype, main.device.type) == (shard.dtype, "cpu")  # else they are copied
+        sums = shard.as_tensor(waits=not is_arriving) if self.chunk.has_grad_shard else None
+        main.as_tensor(waits=not is_arriving)  # the update writes it: copies of it have ended
+        for one in self.owned:
+            parameter = one.shard.parameter
+            if not one.param.is_used:
+                parameter.grad = None
+            elif sums is None:  # no backward since zero_grad(set_to_none=False)
+                parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+            else:
+                parameter.grad = sums[one.part.in_shard].to(device=parameter.device, dtype=parameter.dtype)
+        if not is_arriving:
+            return None
+        return Arrival([one.shard.parameter for one in self.owned], lambda: (shard.as_tensor(), main.as_tensor()))
+
+    @torch.no_grad()
+    def write_weights(self) -> None:
+        """Copy the master shard into this rank's weights."""
+        if self.has_copy:
+            self.chunk.master.copy_to(self.chunk.weights)
+
+    def refresh_master(self) -> None:
+        """Update the master shard from weights that were changed outside of the optimizer."""
+        update_master(self.chunk.master.as_tensor(), self.chunk.weights.as_tensor())
+
+    def migrate_master(self, dtype: torch.dtype, device: torch.device, tier: Tier | None) -> bool:
+        """Move the master shard, unless the weights themselves are updated.
+
+        Args:
+            dtype: Dtype of the master shard.
+            device: Device of the update.
+            tier: Tier that stores the master shard, or None for memory.
+
+        Returns:
+            True if the dtype or the device has changed, so that the chunk needs new shards.
+        """
+        chunk, before = self.chunk, self.chunk.master
+        if before.dtype != dtype or before.device != device:
+            values = before.as_tensor().to(device=device, dtype=dtype)
+            if dtype == chunk.layout.dtype and device == chunk.weights.device:
+                chunk.master = chunk.weights  # of equal values
+            else:
+                chunk.master = ChunkShard(chunk.layout.shard_numel, dtype, device)
+                chunk.master.tensor = values
+                if tier is not None:
+                    chunk.master.offload(tier)
+            if before is not chunk.weights:
+                before.drop()
+            return True
+        if not self.has_copy:
+            return False
+        if tier is None:
+            before.fetch()
+        elif not before.is_offloaded:
+            before.offload(tier)
+        return False
+
+    # Optimizer states in a tier.
+
+    @torch.no_grad()
+    def offload_states(self, optimizer: Optimizer, tier: Tier) -> None:
+        """Move per-element states to a tier, unless they are already there."""
+        keys: dict[str, None] = {}
+        for one in self.owned:
+            for key, value in optimizer.state.get(one.shard.parameter, {}).items():
+                if is_elementwise_state(value, one.shard.parameter) and not self._is_offloaded(key, value):
+                    keys.setdefault(key)
+        for key in keys:
+            states = [optimizer.state[one.shard.parameter].get(key) for one in self.owned]
+            dtype = next(state.dtype for state in states if state is not None)
+            state_shard = self._new_state_shard(key, dtype, tier)
+            memory = state_shard.as_tensor()
+            for one, state in zip(self.owned, states, strict=True):
+                if state is not None:
+                    view = memory[one.part.in_shard]
+                    view.copy_(state)
+                    optimizer.state[one.shard.parameter][key] = view
+
+    def _new_state_shard(self, key: str, dtype: torch.dtype, tier: Tier) -> ChunkShard:
+        old = self.states.pop(key, None)
+        if old is not None:
+            old.drop()
+        shard = self.states[key] = ChunkShard(self.chunk.layout.shard_numel, dtype, self.chunk.master.device)
+        shard.allocate(tier)
+        return shard
+
+    def _is_offloaded(self, key: str, value: torch.Tensor) -> bool:
+        shard = self.states.get(key)
+        if shard is None:
+            return False
+        memory = shard.as_tensor()
+        start = memory.data_ptr()
+        return start <= value.data_ptr() < start + memory.nbytes
+
+    @torch.no_grad()
+    def fetch_states(self, optimizer: Optimizer) -> None:
+        """Move the states back to memory."""
+        for key, shard in self.states.items():
+            for one in self.owned:
+                state = optimizer.state.get(one.shard.parameter, {})
+                if key in state:
+                    state[key] = state[key].clone()
+            shard.drop()
+        self.states.clear()
+
+    def new_state(self, parameter: torch.Tensor, key: str, dtype: torch.dtype, tier: Tier) -> torch.Tensor:
+        """Allocate a state of a shard in a tier."""
+        shard = self.states.get(key)
+        if shard is None or shard.dtype != dtype:
+            shard = self._new_state_shard(key, dtype, tier)
+        part = next(one.part for one in self.owned if one.shard.parameter is parameter)
+        return shard.as_tensor()[part.in_shard]
+
+    def state_bytes(self, optimizer: Optimizer | None) -> int:
+        """Return the bytes of masters and per-element states in all tiers; an estimate before the first step.
+
+        Counts the full shard including waste, so that the result is equal on all ranks.
+        """
+        masters = self.chunk.master.num_bytes if self.has_copy else 0
+        # An optimizer may keep more in its states than those of parameters.
+        bytes_per_element = [
+            sum(value.element_size() for value in state.values() if is_elementwise_state(value, parameter))
+            for parameter, state in ({} if optimizer is None else optimizer.state).items()
+            if isinstance(parameter, torch.Tensor) and isinstance(state, Mapping)
+        ]
+        if not bytes_per_element:
+            return masters + 2 * self.chunk.master.num_bytes  # Adam's two moments
+        return masters + self.chunk.layout.shard_numel * max(bytes_per_element)
+
+
+def is_elementwise_state(value: Any, parameter: torch.Tensor) -> TypeGuard[torch.Tensor]:
+    """Whether a state has one value for every element of a shard."""
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0
 
 
 class GeminiOptimizerState(ShardedOptimizerState):
@@ -125,8 +331,9 @@ class GeminiOptimizer(ShardedOptimizer):
         locations = manager.choose_locations()
         if locations == manager.locations:
             return
-        manager.locations, tier = locations, manager.needed_tier()
-        for chunk in manager.chunks:
+        manager.locations = locations
+        tier = manager.needed_tier() if locations.weights or locations.states else None
+        for chunk in (one for one in manager.chunks if one.params):
             weights_tier = tier if chunk.index in locations.weights else None
             states_tier = tier if chunk.index in locations.states else None
             chunk.migrate_weights(weights_tier)
@@ -134,7 +341,7 @@ class GeminiOptimizer(ShardedOptimizer):
             if update is None:
                 continue
             dtype, device = settings.master_dtype(chunk.layout), settings.master_device(states_tier)
-            if migrate_master(update, dtype, device, states_tier):
+            if update.migrate_master(dtype, device, states_tier):
                 update = self._replace_shards(update)
             else:
                 update.point()
@@ -325,7 +532,8 @@ class GeminiOptimizer(ShardedOptimizer):
         if self._manager.is_whole:
             raise ConfigError("optimizer.step() inside of `with model.gathered():`: leave the block first")
         self.model.check_weights()
-        self._check_no_foreign_gradients((param.name, param.parameter) for param in self._trained_params())
+        with torch._C.DisableTorchFunctionSubclass():  # of hidden parameters
+            self._check_no_foreign_gradients((param.name, param.parameter) for param in self._trained_params())
 
     def _clear_gradients(self, set_to_none: bool) -> None:
         super()._clear_gradients(True)

@@ -22,9 +22,8 @@ from booster.plugins.sharding.elementwise import require_elementwise
 from booster.plugins.sharding.plugin import ReplicatedPlugin
 from booster.plugins.sync_batch_norm import convert_batch_norm
 
-from .chunk_init import build_chunks
 from .config import GeminiConfig, GeminiSettings
-from .model import GeminiModel, place_buffers
+from .model import GeminiModel, build_chunks, place_buffers
 from .optimizer import GeminiOptimizer
 
 

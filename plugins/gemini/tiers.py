@@ -1,9 +1,9 @@
-"""Memory tiers: hold chunk shards outside of the compute tier. Interface, and host memory."""
+"""Memory tiers, which hold shards of chunks outside of the compute tier: interface, host memory, and the shards."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal, Protocol, TypeAlias
 
 import torch
@@ -242,3 +242,143 @@ class _HostBlock:
             event.record()
         self._last = _HostTransfer(event)
         return self._last
+
+
+class ChunkShard:
+    """Flat shard of weights, gradients or optimizer states, in memory or in the offload tier.
+
+    Args:
+        numel: Number of elements.
+        dtype: Dtype of the elements.
+        device: Device of the shard while it is in memory.
+
+    Attributes:
+        num_bytes: Size in bytes, in memory or offloaded.
+        tensor: The elements while they are in memory. None if they are offloaded or not allocated yet.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.numel = numel
+        self.dtype = dtype
+        self.num_bytes = numel * dtype.itemsize
+        self.device = device
+        self.tensor: torch.Tensor | None = None
+        self._block: TierBlock | None = None
+        self._tier: Tier | None = None
+        self._mapped: torch.Tensor | None = None
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether the shard is in the offload tier."""
+        return self._block is not None
+
+    @property
+    def bytes_in_memory(self) -> int:
+        """Bytes in the compute tier."""
+        return 0 if self.tensor is None else self.tensor.nbytes
+
+    def allocate(self, tier: Tier | None) -> None:
+        """Allocate the shard uninitialized, in `tier` or, if that is None, in memory."""
+        if tier is None:
+            self.tensor = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+        else:
+            self._tier, self._block = tier, tier.new_block(self.num_bytes)
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether copies to and from the offload tier run beside computation."""
+        return self._tier is not None and self._tier.has_streams and self.device.type != "cpu"
+
+    def stream(self, direction: Direction) -> AbstractContextManager[object]:
+        """Return the context of the stream in which the shard is copied; see Note [Copies of an accelerator]."""
+        return nullcontext() if self._tier is None else self._tier.stream(direction, self.device)
+
+    def load(self, target: torch.Tensor) -> Transfer | None:
+        """Start a copy of the shard into a flat tensor, which must not be used before the wait for it, if there is one.
+
+        Returns:
+            Transfer of an accelerator's tensor; None if the copy is in the current stream, or done.
+        """
+        if self.tensor is not None:
+            target.copy_(self.tensor)
+            return None
+        if self._goes_through_host(target):
+            host = torch.empty_like(target, device="cpu")
+            self._held().read_into(host).wait()
+            target.copy_(host)
+            return None
+        return _in_flight(self._held().read_into(target), target)
+
+    def store(self, source: torch.Tensor) -> Transfer | None:
+        """Start to overwrite the shard with a flat tensor, which must not be changed before the wait, as for `load`."""
+        if self.tensor is not None:
+            self.tensor.copy_(source)
+            return None
+        source = source.cpu() if self._goes_through_host(source) else source
+        return _in_flight(self._held().write_from(source), source)
+
+    def copy_to(self, other: ChunkShard) -> None:
+        """Copy the elements into another shard, as its dtype; the accelerator converts those that come from the host.
+
+        The memory of a shard in the host tier must not be written before the next `as_tensor`.
+        """
+        target = other.as_tensor()
+        if self.tensor is not None or target.device == self.device or self._goes_through_host(target):
+            target.copy_(self.as_tensor())
+            return
+        loaded = target if self.dtype == target.dtype else torch.empty_like(target, dtype=self.dtype)
+        finish_transfer(self.load(loaded))
+        target.copy_(loaded)
+
+    def as_tensor(self, *, waits: bool = True) -> torch.Tensor:
+        """Return the shard as writable memory: its tensor, or a mapping of the offload tier without a copy.
+
+        Args:
+            waits: If True, the host waits for copies of the shard in flight; if False, the next call does.
+        """
+        if self.tensor is not None:
+            return self.tensor
+        self._mapped = self._held().as_tensor(self.dtype, waits=waits)  # kept: a mapping of a file is costly
+        return self._mapped
+
+    def offload(self, tier: Tier) -> None:
+        """Move the shard to the offload tier."""
+        if self.tensor is not None:
+            tensor, self.tensor = self.tensor, None
+            self.allocate(tier)
+            finish_transfer(self.store(tensor))
+
+    def fetch(self) -> None:
+        """Move the shard to memory."""
+        if self._block is not None:
+            tensor = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+            finish_transfer(self.load(tensor))
+            self.drop()
+            self.tensor = tensor
+
+    def drop(self) -> None:
+        """Free the memory or the block of the shard."""
+        self.tensor = self._mapped = None
+        if self._block is not None:
+            self._block.free()
+            self._block = self._tier = None
+
+    def _held(self) -> TierBlock:
+        assert self._block is not None, "nothing was made yet"
+        return self._block
+
+    def _goes_through_host(self, tensor: torch.Tensor) -> bool:
+        return self._tier is not None and self._tier.name == "disk" and tensor.device.type != "cpu"
+
+
+def _in_flight(transfer: Transfer, tensor: torch.Tensor) -> Transfer | None:
+    if tensor.device.type == "cpu":
+        transfer.wait()
+        return None
+    return transfer
+
+
+def finish_transfer(transfer: Transfer | None) -> None:
+    """Wait for a transfer, if there is one."""
+    if transfer is not None:
+        transfer.wait()

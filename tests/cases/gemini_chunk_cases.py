@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.plugins.gemini.chunk import Chunk, finish_transfer
+from booster.plugins.gemini.chunk import Chunk
 from booster.plugins.gemini.chunk_layout import ChunkLayout, ParamRegion, unit_numel
+from booster.plugins.gemini.tiers import finish_transfer
 from booster.plugins.sharding.buffer_pool import BufferPool
 
 SHAPES = ((3, 5), (7,), (), (2, 2, 2))

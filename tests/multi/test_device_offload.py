@@ -55,7 +55,7 @@ def _step(booster: Booster, model: Any, optimizer: Any, x: torch.Tensor | None =
 
 def order_of_copies() -> list[str]:
     """Returns what happens in a step: "load 1" and "store 1" of a chunk, "computed 1" and "backward 1" of a layer."""
-    from booster.plugins.gemini.chunk import ChunkShard
+    from booster.plugins.gemini.tiers import ChunkShard
 
     booster, model, optimizer, layers = _boosted(GeminiPlugin(**OFFLOADED))
     for _ in range(2):
@@ -262,7 +262,7 @@ def test_the_first_bucket_is_updated_while_the_last_one_travels():
 
 def offloaded_steps_of_gemini() -> list[list[bool]]:
     """Returns what `_Spy` saw in the last step."""
-    from booster.plugins.gemini.chunk import ChunkShard
+    from booster.plugins.gemini.tiers import ChunkShard
 
     booster, model, optimizer, _ = _boosted(GeminiPlugin(**OFFLOADED), _Spy)
     store = ChunkShard.store

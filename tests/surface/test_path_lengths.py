@@ -34,7 +34,7 @@ LIMITS = {
 BOOST_FILES = {
     TorchDDPPlugin: 12,
     LowLevelZeroPlugin: 22,
-    GeminiPlugin: 28,
+    GeminiPlugin: 27,
     TorchFSDPPlugin: 25,
     HybridParallelPlugin: 27,
 }

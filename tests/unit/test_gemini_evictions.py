@@ -7,8 +7,7 @@ from functools import cache
 
 import pytest
 
-from booster.plugins.gemini.placement import evictions
-from booster.plugins.gemini.tracer import Trace, TraceEvent
+from booster.plugins.gemini.placement import Trace, TraceEvent, evictions
 
 
 def test_the_chunk_goes_whose_next_use_is_farthest():

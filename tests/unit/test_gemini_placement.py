@@ -20,9 +20,10 @@ from booster.plugins.gemini.placement import (
     ChunkLocations,
     ConstPlacement,
     StaticPlacement,
+    Trace,
+    TraceEvent,
     resident_bytes,
 )
-from booster.plugins.gemini.tracer import Trace, TraceEvent
 
 NOTHING = frozenset()
 

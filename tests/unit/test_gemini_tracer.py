@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from booster.plugins.gemini.tracer import Cursor, Trace, TraceEvent, Tracer
+from booster.plugins.gemini.placement import Cursor, Trace, TraceEvent, Tracer
 
 
 def moment(*chunks, is_backward=False, other_bytes=0):
