@@ -128,8 +128,6 @@ ALLOWED = {
     },
     "plugins/gemini/chunk.py": {
         "self._gather.wait": OPERATION,
-        "self._held().read_into(host).wait": DISK,
-        "transfer.wait": DISK,
     },
     "plugins/gemini/model.py": {
         "flight.wait": OPERATION,
@@ -140,6 +138,8 @@ ALLOWED = {
     "plugins/gemini/tiers.py": {
         "self._event.wait": DEVICE,
         "self._last.wait": DEVICE,
+        "self._held().read_into(host).wait": DISK,
+        "transfer.wait": DISK,
     },
     "plugins/sharding/step_in_parts.py": {
         "arrival.wait": "a copy from a device to host memory",
