@@ -335,6 +335,37 @@ def test_outputs_of_layers_masks_and_uneven_batches():
 
 
 @distributed(4)
+@pytest.mark.parametrize("way", ["plugin", "transformers"])
+def test_batches_of_two_sizes_before_their_backwards(way):
+    """Layers are computed again after a forward of other examples, of which each rank has as many."""
+    serial = _llama().to(current_device())
+    settings = {"gradient_checkpoint_config": True} if way == "plugin" else {}
+    plugin = HybridParallelPlugin(precision="fp32", parallel_output=False, **settings, **SQUARE[1])
+    model = copy.deepcopy(serial)
+    if way == "transformers":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    booster = Booster(plugin=plugin)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batches = [torch.randint(0, 96, (count, 7), device=current_device()) for count in (3, 4)]
+    losses = []
+    for one in (serial, model):
+        outputs = []
+        for tokens in batches:
+            mask = torch.ones_like(tokens)
+            mask[1, :3] = 0
+            outputs.append(one(input_ids=tokens, attention_mask=mask).logits.square().mean())
+        losses.append(sum(outputs))
+    losses[0].backward()
+    booster.backward(losses[1], optimizer)
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
+    torch.optim.SGD(serial.parameters(), lr=0.1).step()
+    optimizer.step()
+    tokens = batches[1]
+    found, expected = (one(input_ids=tokens).logits for one in (model, serial))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@distributed(4)
 def test_generation():
     serial = _llama().to(current_device()).eval()
     model, *_ = Booster(plugin=HybridParallelPlugin(precision="fp32", **SQUARE[1])).boost(copy.deepcopy(serial))

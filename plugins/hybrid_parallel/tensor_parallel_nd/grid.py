@@ -191,6 +191,7 @@ class TensorGrid:
         coordinates: Coordinates of this rank.
         outer_index: Index of this rank's examples among them in the outer layout.
         inner_index: The same in the inner layout.
+        num_local: Number of examples of each rank, by the number of examples of every batch so far.
 
     Collective: yes, over the world.
     """
@@ -206,6 +207,7 @@ class TensorGrid:
         # All of them now, as ranks do not run backward at the same time.
         lines = [*((axis,) for axis in shape.axes), shape.outer.batch, shape.inner.batch]
         self._groups = {axes: mesh.group(*axes) for axes in lines}
+        self.num_local: dict[int, int] = {}
         self._batches: dict[int, int] = {}
         _by_number[tp_group.number] = self
 
@@ -246,7 +248,8 @@ class TensorGrid:
 
     def begin_batch(self, num_examples: int) -> None:
         """Note the number of examples of activations that are divided."""
-        self._batches[-(-num_examples // self.num_batch_shards)] = num_examples
+        self.num_local[num_examples] = -(-num_examples // self.num_batch_shards)
+        self._batches[self.num_local[num_examples]] = num_examples
 
     def num_examples(self, num_local: int) -> int:
         """Return the number of examples of the last activations of which each rank has `num_local`."""

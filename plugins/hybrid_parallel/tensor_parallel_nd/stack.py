@@ -18,6 +18,8 @@ from booster.plugins.hybrid_parallel.sequence_parallel.recorded_outputs import C
 from .activations import assemble, divide, own_examples
 from .grid import TensorGrid
 
+_is_in_backward = torch.compiler.assume_constant_result(is_in_backward)  # in a graph, of when it is traced
+
 # Note [Arguments of layers]
 # Besides hidden states layers get arguments that all ranks hold: attention masks, positions, rotary embeddings. Most of
 # them are used between the two linear layers of a pair. So the module that contains a pair's first layer, such as an
@@ -158,7 +160,7 @@ class _ArgumentHook:
 
     def _own(self, x: torch.Tensor, hidden: torch.Tensor, module: nn.Module) -> torch.Tensor:
         grid, shape = self._grid, self._grid.shape
-        if x.dim() < 2 or x.shape[0] == hidden.shape[0] or x.shape[0] != grid.num_examples(hidden.shape[0]):
+        if x.dim() < 2 or x.shape[0] == hidden.shape[0] or not self._has_all_examples(x, hidden):
             return x
         if x.dim() == hidden.dim() > 2 and x.is_floating_point() and x.shape[-1] == hidden.shape[-1] * grid.side:
             return divide(x, grid)  # the output of another stack, which attention reads
@@ -169,3 +171,10 @@ class _ArgumentHook:
                 " heads, or use another batch size"
             )
         return own_examples(x, grid)
+
+    def _has_all_examples(self, x: torch.Tensor, hidden: torch.Tensor) -> bool:
+        """Whether the first dimension is that of all examples. A layer may be computed again after another batch."""
+        num_examples, num_local = x.shape[0], hidden.shape[0]
+        if num_examples == self._grid.num_examples(num_local):
+            return True
+        return self._grid.num_local.get(num_examples) == num_local and _is_in_backward()
