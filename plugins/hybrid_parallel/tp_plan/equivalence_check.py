@@ -8,6 +8,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -36,6 +37,8 @@ UNSHARDED_SIZES_HINT = (
 _BATCH, _LENGTH = 3, 6  # of the sample inputs
 _TOLERANCE = 1e-9  # relative to the largest element, in double precision
 _MAX_RANKS_TRIED = 32  # largest number of units for which a split is tried with one unit per rank
+
+_Result = TypeVar("_Result")
 
 # Note [Equivalence check]
 # A split is verified by running it. A copy of the module with random weights, in double precision, runs on random
@@ -240,29 +243,48 @@ def run_equivalence_check(module: nn.Module, tp_size: int = 2) -> EquivalenceChe
     Returns:
         The recorded run, or the reason why the module could not be run.
     """
-    given = sample_inputs(module)
+
+    def check_with(copied: nn.Module, inputs: torch.Tensor, arguments: Mapping[str, object]) -> EquivalenceCheck:
+        check = EquivalenceCheck(copied, inputs, arguments, tp_size)
+        if inputs.ndim == 3:
+            with contextlib.suppress(Exception):  # it takes sequences only
+                check.other = EquivalenceCheck(copied, inputs[:, 0], arguments, tp_size)
+        return check
+
+    return try_inputs(module, check_with)
+
+
+def try_inputs(
+    module: nn.Module, function: Callable[[nn.Module, torch.Tensor, Mapping[str, object]], _Result]
+) -> _Result | str:
+    """Return the result of a function that runs a module, with the first random input with which it does not raise.
+
+    Args:
+        module: Any module, possibly on the meta device.
+        function: Function of a copy of the module in eval mode, in double precision and with random weights, of its
+            input, and of its other arguments by name.
+
+    Returns:
+        The function's result, or the reason why the module could not be run.
+    """
+    given = _sample_inputs(module)
     if isinstance(given, str):
         return given
-    call, tried = given
+    arguments, tried = given
     try:
-        copied = copy_as_float64(module)
+        copied = _copy_as_float64(module)
     except RuntimeError as error:  # torch refuses to copy non-leaf tensors in attributes, as weight_norm has
         return f"it cannot be copied ({first_line(error)})"
     reason = ""
     for inputs in tried:
         try:
-            check = EquivalenceCheck(copied, inputs, call, tp_size)
+            return function(copied, inputs, arguments)
         except Exception as error:  # a user's forward may raise anything
             reason = reason or f"{type(error).__name__}: {first_line(error)}"
-            continue
-        if inputs.ndim == 3:
-            with contextlib.suppress(Exception):  # it takes sequences only
-                check.other = EquivalenceCheck(copied, inputs[:, 0], call, tp_size)
-        return check
     return f"it cannot be run alone on a tensor of (batch, length, features) ({reason})"
 
 
-def sample_inputs(module: nn.Module) -> tuple[dict[str, object], Iterator[torch.Tensor]] | str:
+def _sample_inputs(module: nn.Module) -> tuple[dict[str, object], Iterator[torch.Tensor]] | str:
     """Return a module's other arguments by name, and inputs to try; or the reason why it cannot be run."""
     try:
         parameters = list(inspect.signature(module.forward).parameters.values())
@@ -304,8 +326,7 @@ class _AttentionSizes(torch.overrides.TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def copy_as_float64(module: nn.Module) -> nn.Module:
-    """Return a copy in eval mode, in double precision and with random weights."""
+def _copy_as_float64(module: nn.Module) -> nn.Module:
     copies: dict[int, torch.Tensor] = {}
     generator = torch.Generator().manual_seed(0)
     for original in (*module.parameters(), *module.buffers()):

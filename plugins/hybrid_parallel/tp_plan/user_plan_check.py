@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -18,11 +19,10 @@ from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import sharded_s
 from .equivalence_check import (
     UNSHARDED_SIZES_HINT,
     all_close,
-    copy_as_float64,
     module_signature,
     run,
-    sample_inputs,
     shard_layer,
+    try_inputs,
 )
 from .plan import (
     CLOSING_STYLES,
@@ -54,14 +54,24 @@ class _ModulePlan:
     attributes: tuple[AttributeChange, ...]
 
 
-@dataclass(slots=True)
 class _ReferenceRun:
     """Reference run of a module: its output, and the input and output of each call of its row-parallel layers."""
 
-    inputs: torch.Tensor
-    arguments: dict[str, object]
-    output: list[torch.Tensor] = field(default_factory=list)
-    calls: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
+    def __init__(
+        self, module_plan: _ModulePlan, module: nn.Module, inputs: torch.Tensor, arguments: Mapping[str, object]
+    ) -> None:
+        self.module, self.inputs, self.arguments = module, inputs, arguments
+        self.calls: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        recording = _shared_copy(module)
+        for entry in module_plan.entries:
+            if entry.style in CLOSING_STYLES:
+                calls = self.calls.setdefault(entry.name, [])
+                recording.get_submodule(entry.name).register_forward_hook(
+                    lambda _, given, output, calls=calls: calls.append((given[0].clone(), output.clone()))
+                )
+        self.output = run(recording, inputs, arguments)
+        again = run(_shared_copy(module), inputs, arguments, seed=3)
+        self.is_repeatable = all_close(self.output, again, _USER_PLAN_TOLERANCE)
 
 
 def verify_user_plan(plan: TensorParallelPlan, model: nn.Module, tp_size: int) -> tuple[str, ...]:
@@ -134,49 +144,16 @@ def _verify(name: str, module: nn.Module, module_plan: _ModulePlan, tp_size: int
     for entry in module_plan.entries:
         if entry.is_parameter or entry.style not in _SHARDED_OUTPUT | CLOSING_STYLES | _UNSHARDED_BOUNDARY:
             return f"{entry.style!r} of {generalize(entry.name)} needs communication with other ranks"
-    try:
-        reference_module = copy_as_float64(module)
-    except RuntimeError as error:  # torch refuses to copy non-leaf tensors in attributes, as weight_norm has
-        return f"it cannot be copied ({first_line(error)})"
-    reference = _run_reference(reference_module, module_plan)
+    reference = try_inputs(module, partial(_ReferenceRun, module_plan))
     if isinstance(reference, str):
         return reference
+    if not reference.is_repeatable:
+        return "its output is random or not finite"
     for rank in sorted({0, tp_size // 2, tp_size - 1}):
-        mismatch = _find_mismatch(reference_module, module_plan, reference, tp_size, rank)
+        mismatch = _find_mismatch(module_plan, reference, tp_size, rank)
         if mismatch is not None:
             _raise_mismatch(name, module, module_plan, mismatch, tp_size)
     return None
-
-
-def _run_reference(reference_module: nn.Module, module_plan: _ModulePlan) -> _ReferenceRun | str:
-    given = sample_inputs(reference_module)
-    if isinstance(given, str):
-        return given
-    arguments, inputs = given
-    reason = ""
-    for one in inputs:
-        recorded = _ReferenceRun(one, arguments)
-        try:
-            recorded.output = run(_add_recorders(reference_module, module_plan, recorded), one, arguments)
-            again = run(_shared_copy(reference_module), one, arguments, seed=3)
-        except Exception as error:  # a user's forward may raise anything
-            reason = reason or f"{type(error).__name__}: {first_line(error)}"
-            continue
-        if not all_close(recorded.output, again, _USER_PLAN_TOLERANCE):
-            return "its output is random or not finite"
-        return recorded
-    return f"it cannot be run alone on a tensor of (batch, length, features) ({reason})"
-
-
-def _add_recorders(reference_module: nn.Module, module_plan: _ModulePlan, recorded: _ReferenceRun) -> nn.Module:
-    module = _shared_copy(reference_module)
-    for entry in module_plan.entries:
-        if entry.style in CLOSING_STYLES:
-            calls = recorded.calls.setdefault(entry.name, [])
-            module.get_submodule(entry.name).register_forward_hook(
-                lambda _, given, output, calls=calls: calls.append((given[0].clone(), output.clone()))
-            )
-    return module
 
 
 def _shared_copy(module: nn.Module) -> nn.Module:
@@ -184,10 +161,8 @@ def _shared_copy(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, {id(one): one for one in module.parameters()})
 
 
-def _find_mismatch(
-    reference_module: nn.Module, module_plan: _ModulePlan, reference: _ReferenceRun, num_ranks: int, rank: int
-) -> str | None:
-    module = _shared_copy(reference_module)
+def _find_mismatch(module_plan: _ModulePlan, reference: _ReferenceRun, num_ranks: int, rank: int) -> str | None:
+    module = _shared_copy(reference.module)
     mismatches: list[str] = []
     for entry in module_plan.entries:
         layer = module.get_submodule(entry.name)
