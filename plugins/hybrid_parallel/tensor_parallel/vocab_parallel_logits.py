@@ -32,7 +32,7 @@ def vocab_parallel_cross_entropy(
     tp_group: TensorParallelGroup,
     vocab_start: int,
     *,
-    vocab_size: int | None = None,
+    vocab_size: int,
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
@@ -44,7 +44,7 @@ def vocab_parallel_cross_entropy(
         target: Class of each token, of the logits' shape without the last dimension.
         tp_group: The tensor-parallel group.
         vocab_start: Index of this rank's first class.
-        vocab_size: Number of classes; optional without `label_smoothing`, targets are then not checked.
+        vocab_size: Number of classes.
         ignore_index: Target of ignored tokens.
         reduction: "mean", "sum" or "none".
         label_smoothing: Fraction of each target that is spread over all classes.
@@ -54,13 +54,10 @@ def vocab_parallel_cross_entropy(
 
     Collective: two all-reduces.
     """
-    if vocab_size is None and label_smoothing > 0:
-        raise AssertionError("label_smoothing needs the number of classes")
     is_counted = target != ignore_index
-    if vocab_size is not None:
-        check_classes(target, vocab_size, ignore_index)
+    check_classes(target, vocab_size, ignore_index)
     losses = _TokenLosses.apply(  # type: ignore[no-untyped-call]
-        local_logits, target, is_counted, tp_group, vocab_start, vocab_size or 0, label_smoothing
+        local_logits, target, is_counted, tp_group, vocab_start, vocab_size, label_smoothing
     )
     if reduction == "none":
         return losses.to(local_logits.dtype)  # type: ignore[no-any-return]
