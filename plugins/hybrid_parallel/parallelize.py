@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,9 +19,8 @@ from booster.plugins.base import taking_hooks
 
 from .sequence_parallel.layer_stack import attach_stack
 from .sequence_parallel.recorded_outputs import gather_returned_outputs
-from .sequence_parallel.splitters import TensorAxisSplitter
+from .sequence_parallel.splitters import SequenceSplitter, TensorAxisSplitter
 from .tensor_parallel.dora import make_parallel_dora
-from .tensor_parallel.dropout import make_replicated_dropout, make_sharded_dropout
 from .tensor_parallel.embedding import (
     make_feature_parallel_embedding,
     make_vocab_parallel_embedding,
@@ -36,6 +34,7 @@ from .tensor_parallel.moe import (
     make_output_all_reduce,
     make_sharded_experts,
 )
+from .tensor_parallel.random_functions import make_replicated_dropout, make_sharded_dropout
 from .tensor_parallel.region_input import GatheredRegionInput
 from .tensor_parallel.shard_spec import local_sizes, units_of_rank
 from .tensor_parallel_nd.feature_reductions import divide_features
@@ -61,35 +60,27 @@ def _shard_argument(modules: Mapping[str, nn.Module], split: ShardedArgument, nu
     unit_range = units_of_rank(split.block, num_ranks, rank)
     module = modules[split.module]
     position = list(inspect.signature(module.forward).parameters).index(split.argument)
-    own = slice(unit_range.start, unit_range.stop)
-    entry = _LocalHeads(split.argument, position, split.dim, split.block.num_units, own)
-    module.register_forward_pre_hook(entry, with_kwargs=True)
+    hook = partial(_take_local_heads, split, position, slice(unit_range.start, unit_range.stop))
+    module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _LocalHeads:
+def _take_local_heads(
+    split: ShardedArgument, position: int, heads: slice, module: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     """Forward pre-hook that narrows a dimension in which units vary fastest, such as (batch * heads, ...)."""
-
-    argument: str
-    position: int
-    dim: int
-    num_units: int
-    own: slice
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        is_positional = len(args) > self.position
-        value = args[self.position] if is_positional else kwargs.get(self.argument)
-        if not isinstance(value, torch.Tensor):
-            return args, kwargs
-        # A 3-d argument has batch and heads in one dimension, a 4-d one has them separate.
-        dim = 1 if self.dim == 0 and value.dim() == 4 else self.dim
-        if value.shape[dim] % self.num_units:
-            return args, kwargs  # a mask that is the same for all heads
-        units = value.unflatten(dim, (-1, self.num_units))
-        own = _narrow(units, dim + 1, self.own).flatten(dim, dim + 1)
-        if is_positional:
-            return (*args[: self.position], own, *args[self.position + 1 :]), kwargs
-        return args, {**kwargs, self.argument: own}
+    is_positional = len(args) > position
+    value = args[position] if is_positional else kwargs.get(split.argument)
+    if not isinstance(value, torch.Tensor):
+        return args, kwargs
+    # A 3-d argument has batch and heads in one dimension, a 4-d one has them separate.
+    dim = 1 if split.dim == 0 and value.dim() == 4 else split.dim
+    if value.shape[dim] % split.block.num_units:
+        return args, kwargs  # a mask that is the same for all heads
+    units = value.unflatten(dim, (-1, split.block.num_units))
+    own = _narrow(units, dim + 1, heads).flatten(dim, dim + 1)
+    if is_positional:
+        return (*args[:position], own, *args[position + 1 :]), kwargs
+    return args, {**kwargs, split.argument: own}
 
 
 # Note [Partial gradients]
@@ -218,8 +209,16 @@ def parallelize(
         return
     _register_grad_all_reduces(model, plan, tp_group, shard_specs, prefixes)
     if tp_group.shards_sequence:
-        _shard_sequences(modules, plan, tp_group)
-        model.register_forward_hook(gather_returned_outputs)
+        # Korthikanti et al., "Reducing Activation Recomputation", 2022
+        attach_stacks(model, plan, TensorAxisSplitter(tp_group))
+        _gather_region_inputs(modules, plan, tp_group)
+
+
+def attach_stacks(model: nn.Module, plan: TensorParallelPlan, splitter: SequenceSplitter) -> None:
+    """Make the layers of a plan's stacks run on sharded hidden states, in place. Collective: no."""
+    for stack in plan.stacks:
+        attach_stack([model.get_submodule(name) for name in stack], splitter, **plan.sharded_ends(stack))
+    model.register_forward_hook(gather_returned_outputs)
 
 
 def _put_on_grid(module: nn.Module, entry: PlannedEntry, plan: TensorParallelPlan, grid: TensorGrid) -> None:
@@ -370,11 +369,9 @@ def _register_grad_all_reduces(
             all_reduce_replicated_grad(parameter, tp_group.group)
 
 
-def _shard_sequences(modules: Mapping[str, nn.Module], plan: TensorParallelPlan, tp_group: TensorParallelGroup) -> None:
-    """Shard the sequence between the layers: Korthikanti et al., "Reducing Activation Recomputation", 2022."""
-    for stack in plan.stacks:
-        layers_of_stack = [modules[name] for name in stack]
-        attach_stack(layers_of_stack, TensorAxisSplitter(tp_group), **plan.sharded_ends(stack))
+def _gather_region_inputs(
+    modules: Mapping[str, nn.Module], plan: TensorParallelPlan, tp_group: TensorParallelGroup
+) -> None:
     layers: dict[str, list[nn.Module]] = {}
     for entry in plan.entries:
         if entry.style in COLUMN_STYLES and entry.region and entry.reads_region:

@@ -24,7 +24,7 @@ from .expert_parallel.loops import make_loop_expert_parallel
 from .expert_parallel.plan import ExpertPlan, find_experts
 from .expert_parallel.shared_experts import overlap_shared_experts
 from .mesh import HybridMesh
-from .parallelize import parallelize
+from .parallelize import attach_stacks, parallelize
 from .pipeline_parallel.placeholders import drop_tensors, replace_by_meta
 from .pipeline_parallel.stage_module import StageModel, build_stage, install_chunk_forward
 from .pipeline_parallel.stage_partition.balance import partition_layers
@@ -32,8 +32,7 @@ from .pipeline_parallel.stage_partition.partition import choose_stage_plan, expl
 from .pipeline_parallel.stage_partition.stage_plan import StagePartition
 from .sequence_parallel.attention_dispatch import use_sequence_attention
 from .sequence_parallel.group import SequenceParallelGroup
-from .sequence_parallel.layer_stack import attach_stack, check_only_attention_mixes_tokens
-from .sequence_parallel.recorded_outputs import gather_returned_outputs
+from .sequence_parallel.layer_stack import check_only_attention_mixes_tokens
 from .sequence_parallel.splitters import SequenceAxisSplitter
 from .sequence_parallel.token_parallel_logits import share_head
 from .tensor_parallel.deferred_wgrad import DeferredWeightGrads
@@ -298,9 +297,8 @@ class ModelPartitioner:
         grid = arguments.tensor_grid
         num_shards = arguments.tp_size if grid is None else grid.side
         try:
-            found = choose_plan(
-                model, tp_size=num_shards, plan=arguments.layer_plan, sequence_mode=arguments.tp_axis_mode
-            )
+            shards_sequence = arguments.tp_axis_mode is not None
+            found = choose_plan(model, tp_size=num_shards, plan=arguments.layer_plan, shards_sequence=shards_sequence)
         except ConfigError as error:
             if grid is None:
                 raise
@@ -480,11 +478,7 @@ class ModelPartitioner:
                 intercept_random_functions(model, in_stacks, self.tp_group)
         if self.sp_group is not None:
             use_sequence_attention(model)
-            modules = dict(model.named_modules())
-            for stack in plan.stacks:
-                layers, splitter = [modules[name] for name in stack], SequenceAxisSplitter(self.sp_group)
-                attach_stack(layers, splitter, **plan.sharded_ends(stack))
-            model.register_forward_hook(gather_returned_outputs)
+            attach_stacks(model, plan, SequenceAxisSplitter(self.sp_group))
             if self._arguments.parallel_output:
                 share_head(model, self.sp_group, shard_specs)
         checkpointing = self._arguments.checkpointing

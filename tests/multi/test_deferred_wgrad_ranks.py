@@ -21,9 +21,14 @@ from booster.plugins.hybrid_parallel.tensor_parallel.linear import (
     make_column_parallel,
     make_row_parallel,
 )
-from booster.plugins.hybrid_parallel.tensor_parallel.mappings import local_sequence_length
 from booster.plugins.hybrid_parallel.tensor_parallel.region_input import GatheredRegionInput
-from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import Block, local_sizes, sharded_spec, vocabulary_spec
+from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import (
+    Block,
+    even_sizes,
+    local_sizes,
+    sharded_spec,
+    vocabulary_spec,
+)
 
 pytestmark = pytest.mark.on_device
 
@@ -126,7 +131,7 @@ def test_split_layers(world_size, kind, bias, mode):
     """Overlapped backwards, products that wait for their layers, sums in chunks."""
     ranks = TensorParallelGroup(sequence_mode=mode)
     twin = split_region(ranks, kind, bias, reads_gathered=mode is not None)
-    lengths = [local_sequence_length(LENGTH, ranks.size, rank) for rank in range(ranks.size)]
+    lengths = even_sizes(LENGTH, ranks.size)
     whole = [torch.randn(BATCH, LENGTH, HIDDEN).to(current_device()) for _ in range(2)]
     ranks.sequence_length = LENGTH
     inputs = whole if mode is None else [x.split(lengths, 1)[ranks.rank].contiguous() for x in whole]

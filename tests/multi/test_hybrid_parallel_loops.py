@@ -365,13 +365,18 @@ def test_two_forwards_before_their_backwards_equal_one_process():
 
 
 @pytest.mark.on_device
+@pytest.mark.parametrize("mode", ["split_gather", "ring"])
+@pytest.mark.parametrize("is_compiled", [True, False])
 @distributed(world_size=2)
-def test_fewer_tokens_than_ranks_where_a_model_flattens_them():
-    twins = Twins("opt", tp_size=2, enable_sequence_parallelism=True, sequence_parallelism_mode="split_gather")
-    tokens = torch.arange(3, device=twins.booster.device).view(3, 1)
-    twins.plain(input_ids=tokens).logits.square().mean().backward()
-    twins.booster.backward(twins.model(input_ids=tokens).logits.square().mean(), twins.optimizer)
-    twins.step()
+def test_fewer_tokens_than_ranks_where_a_model_flattens_them(is_compiled, mode):
+    torch._dynamo.reset()
+    twins = Twins("opt", tp_size=2, enable_sequence_parallelism=True, sequence_parallelism_mode=mode)
+    model = torch.compile(twins.model, backend="aot_eager") if is_compiled else twins.model
+    for num_sequences, length in ((3, 1), (2, 5), (2, 1)):
+        tokens = torch.arange(num_sequences * length, device=twins.booster.device).view(num_sequences, length)
+        twins.plain(input_ids=tokens).logits.square().mean().backward()
+        twins.booster.backward(model(input_ids=tokens).logits.square().mean(), twins.optimizer)
+        twins.step()
     twins.assert_equal()
 
 

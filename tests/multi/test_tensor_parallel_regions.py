@@ -22,18 +22,11 @@ from booster.plugins.hybrid_parallel.tensor_parallel.moe import (
     make_output_all_reduce,
     make_sharded_experts,
 )
+from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import even_sizes
 
 pytestmark = pytest.mark.on_device
 
 WORLDS = [2, 3, 4]
-
-
-def all_gather_sequence(x, ranks, dim=1, length=None):
-    return mappings.all_gather_shards(x, ranks, dim, mappings.sizes_from_local(x.shape[dim], ranks, length))
-
-
-def reduce_scatter_sequence(x, ranks, dim=1, length=None):
-    return mappings.reduce_scatter_shards(x, ranks, dim, mappings.sizes_from_full(x.shape[dim], ranks, length))
 
 
 def drawn(rank, *shape, dtype=torch.float32):
@@ -46,10 +39,6 @@ def random_numbers(*shape):
 
 def parts(whole, dim, sizes):
     return whole.split(list(sizes), dim)
-
-
-def lengths_of(length, size):
-    return [mappings.local_sequence_length(length, size, rank) for rank in range(size)]
 
 
 @distributed(WORLDS, device="cpu")  # NCCL sums in the dtype in which they travel
@@ -76,7 +65,7 @@ def test_sums_are_made_in_fp32_and_rounded_once(world_size, dtype):
 def test_the_ways_of_a_sequence_and_back(world_size, length):
     """Along the first, a middle and the last dimension, evenly and not, contiguous and not."""
     rank, ranks = dist.get_rank(), TensorParallelGroup()
-    sizes = lengths_of(length, world_size)
+    sizes = even_sizes(length, world_size)
     for dim in (0, 1, 2):
         shape = [2, 3, 4]
         shape[dim] = length
@@ -84,26 +73,25 @@ def test_the_ways_of_a_sequence_and_back(world_size, length):
         own, total = parts(whole, dim, sizes)[rank], sum(gradients)
 
         x = own.clone().transpose(0, 2).contiguous().transpose(0, 2).requires_grad_()
-        y = all_gather_sequence(x, ranks, dim, length)
+        y = mappings.all_gather_shards(x, ranks, sizes, dim)
         y.backward(gradients[rank])
         assert torch.equal(y, whole)
         torch.testing.assert_close(x.grad, parts(total, dim, sizes)[rank])
 
         x = gradients[rank].clone().requires_grad_()
-        y = reduce_scatter_sequence(x, ranks, dim)
+        y = mappings.reduce_scatter_shards(x, ranks, sizes, dim)
         torch.testing.assert_close(y.detach(), parts(total, dim, sizes)[rank])
         y.backward(own)
         assert torch.equal(x.grad, whole)
 
         x = whole.clone().requires_grad_()
-        y = mappings.scatter_to_sequence_region(x, ranks, dim)
+        y = mappings.scatter_to_tp_region(x, ranks, sizes, dim)
         assert torch.equal(y, own)
         y.backward(own)
         assert torch.equal(x.grad, whole)
 
         x = own.clone().requires_grad_()
-        ranks.sequence_length = length
-        y = mappings.gather_from_sequence_region(x, ranks, dim)
+        y = mappings.gather_from_tp_region(x, ranks, sizes, dim)
         assert torch.equal(y, whole)
         y.backward(whole)
         assert torch.equal(x.grad, own)
@@ -113,13 +101,13 @@ def test_the_ways_of_a_sequence_and_back(world_size, length):
 def test_flattened_batches_of_sequences(world_size):
     """Tokens of several sequences along one dimension: joined rank by rank, and taken apart the same way."""
     rank, ranks, length, batch = dist.get_rank(), TensorParallelGroup(), 7, 3
-    sizes = lengths_of(length, world_size)
+    sizes = even_sizes(length, world_size)
     whole = drawn(99, batch, length, 2)
     by_rank = torch.cat([part.reshape(-1, 2) for part in whole.split(sizes, 1)])
     own = whole.split(sizes, 1)[rank].reshape(-1, 2)
-    ranks.sequence_length = length
-    assert torch.equal(all_gather_sequence(own, ranks, 0), by_rank)
-    summed = reduce_scatter_sequence(by_rank, ranks, 0, length)
+    ranks.sequence_length, ranks.num_sequences = length, batch
+    assert torch.equal(mappings.all_gather_shards(own, ranks, ranks.token_sizes(is_flat=True), 0), by_rank)
+    summed = mappings.reduce_scatter_shards(by_rank, ranks, ranks.token_sizes(is_flat=True), 0)
     torch.testing.assert_close(summed, world_size * own)
 
 
@@ -163,7 +151,7 @@ def test_a_group_of_one_rank_communicates_nothing(world_size):
             mappings.copy_to_tp_region(x, ranks),
             mappings.reduce_from_tp_region(x, ranks),
             mappings.gather_from_tp_region(x, ranks, [3]),
-            mappings.scatter_to_sequence_region(x, ranks, 0),
+            mappings.scatter_to_tp_region(x, ranks, [2], 0),
         ):
             assert torch.equal(y, x)
     assert not count.calls

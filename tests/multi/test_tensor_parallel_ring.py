@@ -19,7 +19,7 @@ from booster.plugins.hybrid_parallel.tensor_parallel import async_grad_reduce, c
 from booster.plugins.hybrid_parallel.tensor_parallel.group import TensorParallelGroup
 from booster.plugins.hybrid_parallel.tensor_parallel.linear import make_column_parallel, make_row_parallel
 from booster.plugins.hybrid_parallel.tensor_parallel.region_input import GatheredRegionInput
-from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import Block, local_sizes, sharded_spec
+from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import Block, even_sizes, local_sizes, sharded_spec
 
 preload(*TRANSFORMERS_MODULES)
 WORLDS = [2, 3, 4]
@@ -69,8 +69,7 @@ def parallel(model, mode, columns=COLUMNS):
 
 
 def own_tokens(whole, size, rank, *, flat=False):
-    lengths = [mappings.local_sequence_length(whole.shape[1], size, one) for one in range(size)]
-    part = whole.split(lengths, 1)[rank]
+    part = whole.split(even_sizes(whole.shape[1], size), 1)[rank]
     return part.reshape(-1, part.shape[-1]) if flat else part
 
 
@@ -85,7 +84,7 @@ def assert_like_twin(twin, mode, length, *, flat=False, keyword=False, run=None,
     """Compares output and all gradients with the twin's; returns all of them, and what was communicated."""
     dtype = next(twin.parameters()).dtype
     model, ranks, layouts = parallel(twin, mode, columns)
-    ranks.sequence_length = length
+    ranks.sequence_length, ranks.num_sequences = length, BATCH
     drawn = torch.randn(BATCH, length, HIDDEN, generator=torch.Generator().manual_seed(length)).to(dtype)
     cut = functools.partial(own_tokens, size=ranks.size, rank=ranks.rank, flat=flat)
     ours, theirs = cut(drawn).clone().requires_grad_(), drawn.clone().requires_grad_()
@@ -135,13 +134,10 @@ def test_a_region_is_like_its_twin(world_size, kind, bias, dtype):
                 ring, together = found["ring"][count], found["split_gather"][count]
                 assert dict(ring.sent) == dict(together.sent)
                 assert dict(ring.received) == dict(together.received)
-                asks = count == 1 and flat and length < world_size  # for the others' numbers of tokens
-                assert together.calls["all_gather"] == 1 + asks
-                assert together.calls["reduce_scatter"] == 1
-                longest = mappings.local_sequence_length(length, world_size, 0) * (BATCH if flat else 1)
+                assert together.calls["all_gather"] == together.calls["reduce_scatter"] == 1
+                longest = even_sizes(length, world_size)[0] * (BATCH if flat else 1)
                 num_chunks = len(range(0, longest, -(-longest // 4)))
-                assert ring.calls["all_gather"] == num_chunks + asks
-                assert ring.calls["reduce_scatter"] == num_chunks
+                assert ring.calls["all_gather"] == ring.calls["reduce_scatter"] == num_chunks
 
 
 @distributed([2, 3])
@@ -160,7 +156,7 @@ def test_sums_of_low_precision_are_rounded_once(world_size):
     layer = nn.Linear(INNER, 64, bias=False).bfloat16()
     ranks = TensorParallelGroup(sequence_mode="ring")
     layer.weight.data = layer.weight.data * (1 + ranks.rank)
-    expected = mappings.reduce_scatter_shards(layer(x), ranks, 1, mappings.sizes_from_full(x.shape[1], ranks, None))
+    expected = mappings.reduce_scatter_shards(layer(x), ranks, even_sizes(x.shape[1], ranks.size), 1)
     make_row_parallel(layer, ranks, sizes=[INNER] * world_size)
     assert_close(layer(x), expected, 2**-8)
 
@@ -272,11 +268,7 @@ def test_second_derivatives_are_the_same_in_both_modes_and_without_products(worl
         ranks.sequence_length = 7
         x = torch.linspace(-1, 1, BATCH * 7 * HIDDEN, dtype=torch.float64).view(BATCH, 7, HIDDEN)
         x = own_tokens(x, 2, ranks.rank).clone().requires_grad_()
-        y = model(
-            x
-            if columns
-            else mappings.all_gather_shards(x, ranks, 1, mappings.sizes_from_local(x.shape[1], ranks, None))
-        )
+        y = model(x if columns else mappings.all_gather_shards(x, ranks, ranks.token_sizes(is_flat=False), 1))
         first = torch.autograd.grad(y.square().sum(), [x, *model.parameters()], create_graph=True)
         sum(one.square().sum() for one in first).backward()
         found.append([x.grad, *(parameter.grad for parameter in model.parameters())])

@@ -177,8 +177,6 @@ ALLOWED = {
         "start_all_gather(full.view(-1), tp_group.group).wait": OPERATION,
         "start_all_gather(shards.view(-1), tp_group.group).wait": OPERATION,
         "start_all_reduce(x, tp_group.group).wait": OPERATION,
-    },
-    "plugins/hybrid_parallel/tensor_parallel/traced_mappings.py": {
         "start_all_reduce(total, group_of_number(group).group).wait": OPERATION,
     },
     "plugins/low_level_zero/grad_bucket.py": {

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from booster.plugins.hybrid_parallel.sequence_parallel.group import SequenceSharding
 from booster.plugins.hybrid_parallel.sequence_parallel.splitters import token_dim
 from booster.plugins.hybrid_parallel.sequence_parallel.ulysses import head_ranges
-from booster.plugins.hybrid_parallel.sequence_parallel.zigzag import SequenceSharding
 
 
 @pytest.mark.parametrize("is_zigzag", [False, True])

@@ -282,7 +282,7 @@ def test_whisper_has_two_stacks_and_a_head_that_is_tied() -> None:
 
 def test_split_sequences_sum_the_gradients_of_what_works_on_tokens() -> None:
     model = make("LlamaForCausalLM", "LlamaConfig", **LLAMA_LIKE)
-    plan = choose_plan(model, tp_size=2, sequence_mode="split_gather")
+    plan = choose_plan(model, tp_size=2, shards_sequence=True)
     alone = [entry.name for entry in plan.entries if entry.style == "sequence"]
     assert alone == [
         f"model.layers.{layer}.{name}_layernorm" for layer in (0, 1) for name in ("input", "post_attention")

@@ -130,11 +130,11 @@ def test_a_mixer_and_why_its_sequence_cannot_be_split() -> None:
     with pytest.raises(
         ConfigError, match=r"could not be verified to compute tokens independently .*input of places_up is not"
     ):
-        choose_plan(model, tp_size=3, sequence_mode="split_gather")
+        choose_plan(model, tp_size=3, shards_sequence=True)
 
 
 def test_a_transformer_whose_sequence_is_split() -> None:
-    plan = choose_plan(get_model("user_transformer").construct(), tp_size=2, sequence_mode="split_gather")
+    plan = choose_plan(get_model("user_transformer").construct(), tp_size=2, shards_sequence=True)
     alone = [entry.name for entry in plan.entries if entry.style == "sequence"]
     assert alone == [f"layers.{layer}.norm{norm}" for layer in (0, 1) for norm in (1, 2)]
     assert plan.entry_of("layers.0.up").region == "layers.0.up"

@@ -115,7 +115,7 @@ def test_heads_that_nothing_counts() -> None:
 
 def test_split_sequences_need_attentions_that_are_split() -> None:
     with pytest.raises(ConfigError, match=r"'layers.0.attention' mixes tokens, but the plan does not shard it"):
-        choose_plan(Model(), tp_size=2, plan=MLP, sequence_mode="split_gather")
+        choose_plan(Model(), tp_size=2, plan=MLP, shards_sequence=True)
 
 
 def test_split_sequences_need_gradients_that_the_plan_accounts_for() -> None:
@@ -125,13 +125,13 @@ def test_split_sequences_need_gradients_that_the_plan_accounts_for() -> None:
     with pytest.raises(
         ConfigError, match=r"'layers.0.attention.gate' is replicated, .* gradient would be counted once per"
     ):
-        choose_plan(model, tp_size=2, plan={**ATTENTION, **MLP}, sequence_mode="ring")
+        choose_plan(model, tp_size=2, plan={**ATTENTION, **MLP}, shards_sequence=True)
 
 
 def test_split_sequences_need_a_stack() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
     with pytest.raises(ConfigError, match="has no stack of layers"):
-        choose_plan(model, tp_size=2, plan={"0": "colwise", "1": "rowwise"}, sequence_mode="split_gather")
+        choose_plan(model, tp_size=2, plan={"0": "colwise", "1": "rowwise"}, shards_sequence=True)
 
 
 def test_experts_need_whole_sequences() -> None:
@@ -143,7 +143,7 @@ def test_experts_need_whole_sequences() -> None:
             )
         )
     with pytest.raises(ConfigError, match=r"'moe_tp_experts' .* which needs the full sequence"):
-        choose_plan(model, tp_size=2, sequence_mode="split_gather")
+        choose_plan(model, tp_size=2, shards_sequence=True)
 
 
 P = torch.nn.utils.parametrizations

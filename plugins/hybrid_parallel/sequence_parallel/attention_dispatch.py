@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from booster.comm import all_reduce_numbers
 from booster.core.activation_policy import BY_OPERATION, RECOMPUTED, WHOLE_LAYERS
 from booster.core.compiling import COMPILED, calls_compiled
 from booster.core.layer_stacks import subclass_of
@@ -41,12 +40,12 @@ def sequence_attention(
     value: torch.Tensor,
     sp_group: SequenceParallelGroup,
     *,
+    length: int,
     attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-    length: int | None = None,
 ) -> torch.Tensor:
     """Return `F.scaled_dot_product_attention` over the full sequence for this rank's tokens.
 
@@ -55,6 +54,7 @@ def sequence_attention(
         key: Key of the same shape, with the same number of heads or a divisor.
         value: Value like `key`, possibly with another number of features.
         sp_group: The sequence-parallel group.
+        length: Tokens of the full sequence.
         attn_mask: Boolean or additive mask of the full sequence in its original order, broadcastable to (batch, heads,
             tokens, tokens). Equal on all ranks; its gradient is partial.
         dropout_p: Dropout probability of attention weights, drawn from the default generator, whose state must differ
@@ -62,7 +62,6 @@ def sequence_attention(
         is_causal: If True, tokens do not attend to later ones; not with a mask.
         scale: Scale of the scores; optional, defaults to 1 / sqrt(features).
         enable_gqa: If True, keys may have fewer heads than queries, as in torch.
-        length: Tokens of the full sequence; optional, defaults to an all-reduce.
 
     Returns:
         The output (batch, heads, this rank's tokens, features of value).
@@ -76,8 +75,6 @@ def sequence_attention(
     if torch.is_autocast_enabled(device_type) and query.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device_type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if length is None:
-        length = int(all_reduce_numbers([query.shape[-2]], sp_group.group)[0])
     _check_heads(query, key, value, enable_gqa=enable_gqa)
     if attn_mask is not None:
         attn_mask = _expand_mask(attn_mask, query, length, is_causal=is_causal)
@@ -287,7 +284,8 @@ def _running_members(base: type[nn.Module]) -> dict[str, Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         info: SequenceInfo | None = kwargs.pop(SEQUENCE_INFO, None)
         if info is not None:
-            self.__dict__[_STACK].splitter.set_length(info.length)
+            hidden = kwargs[info.hidden] if isinstance(info.hidden, str) else args[info.hidden]
+            self.__dict__[_STACK].splitter.set_sequences(info.length, hidden.shape[0])
         return base.forward(self, *args, **kwargs)
 
     return {"forward": forward}

@@ -181,7 +181,7 @@ class LayerStack:
             note_full_length(gathered, length)
         if is_training:
             self.splitter.rng.leave()
-        self.splitter.set_length(None)
+        self.splitter.set_sequences(None)
         self._forward = None
         return gathered
 

@@ -20,7 +20,6 @@ from booster.core.compiling import not_compiled
 from booster.errors import ConfigError
 from booster.pytree import map_tensors
 
-GatherFunction = Callable[[torch.Tensor], torch.Tensor]
 _GATHER = "_gather_tokens"
 
 
@@ -85,7 +84,7 @@ class CapturedOutputs:
             ]
 
 
-def mark_sharded(output: Any, gather: GatherFunction) -> None:
+def mark_sharded(output: Any, gather: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Attach the gathering function to a layer's hidden states, for `gather_returned_outputs`. Collective: no."""
     hidden = output[0] if isinstance(output, (tuple, list)) and output else output
     if isinstance(hidden, torch.Tensor):

@@ -18,8 +18,7 @@ from torch.autograd.function import once_differentiable
 from booster.comm import all_to_all_single, host_value, sum_dtype
 from booster.comm.fake import unseen_by_modes
 
-from .group import SequenceParallelGroup
-from .zigzag import SequenceSharding
+from .group import SequenceParallelGroup, SequenceSharding
 
 # Note [Merging blocks]
 # Softmax over all keys is computed from softmaxes over blocks of them (Milakov & Gimelshein 2018; FlashAttention-2, Dao

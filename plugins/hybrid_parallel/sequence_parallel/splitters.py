@@ -21,13 +21,10 @@ from torch.autograd.function import once_differentiable
 
 from booster.comm import all_gather_equal, all_reduce_numbers, all_reduce_sum
 from booster.plugins.hybrid_parallel.tensor_parallel.group import TensorParallelGroup
-from booster.plugins.hybrid_parallel.tensor_parallel.mappings import (
-    gather_from_sequence_region,
-    scatter_to_sequence_region,
-)
+from booster.plugins.hybrid_parallel.tensor_parallel.mappings import gather_from_tp_region, scatter_to_tp_region
+from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import even_sizes
 
-from .group import SequenceParallelGroup
-from .zigzag import SequenceSharding
+from .group import SequenceParallelGroup, SequenceSharding
 
 
 def scatter_tokens(x: torch.Tensor, sp_group: SequenceParallelGroup, dim: int) -> torch.Tensor:
@@ -155,8 +152,11 @@ class SequenceSplitter(ABC):
         """
         return x
 
-    def set_length(self, length: int | None) -> None:  # noqa: B027 (attention gets the length from its context)
-        """Set the full sequence length before each layer, None at the end of the stack. Collective: no."""
+    def set_sequences(self, length: int | None, num_sequences: int = 1) -> None:  # noqa: B027 (attention has its context)
+        """Set the full length and the number of sequences before each layer, None at the end of the stack.
+
+        Collective: no.
+        """
 
     def find_length(self, local_length: int) -> int:
         """Return the full sequence length from each rank's number of tokens. Collective: yes."""
@@ -198,13 +198,13 @@ class TensorAxisSplitter(SequenceSplitter):
         self._tp_group = tp_group
 
     def scatter(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        return scatter_to_sequence_region(x, self._tp_group, dim)
+        return scatter_to_tp_region(x, self._tp_group, even_sizes(x.shape[dim], self._tp_group.size), dim)
 
     def gather(self, x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-        return gather_from_sequence_region(x, self._tp_group, dim, length)
+        return gather_from_tp_region(x, self._tp_group, even_sizes(length, self._tp_group.size), dim)
 
-    def set_length(self, length: int | None) -> None:
-        self._tp_group.sequence_length = length
+    def set_sequences(self, length: int | None, num_sequences: int = 1) -> None:
+        self._tp_group.sequence_length, self._tp_group.num_sequences = length, num_sequences
 
 
 # Besides hidden states, layers take rotary tables (.., tokens, features), position ids (batch, tokens) and the like,

@@ -16,9 +16,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from booster.comm import all_to_all_single
+from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import even_sizes
 
-from .group import SequenceParallelGroup
-from .zigzag import SequenceSharding
+from .group import SequenceParallelGroup, SequenceSharding
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,9 @@ def head_ranges(num_heads: int, num_key_heads: int, num_ranks: int) -> list[Head
     """
     per_group = num_heads // num_key_heads
     unit = per_group if num_key_heads % num_ranks == 0 else 1
-    base, rest = divmod(num_heads // unit, num_ranks)
     ranges, start = [], 0
-    for rank in range(num_ranks):
-        stop = start + (base + (rank < rest)) * unit
+    for size in even_sizes(num_heads // unit, num_ranks):
+        stop = start + size * unit
         key_stop = -(-stop // per_group) if stop > start else start // per_group
         ranges.append(HeadRange(start, stop, start // per_group, key_stop))
         start = stop

@@ -25,7 +25,7 @@ from torch import nn
 
 from booster.comm import start_all_reduce
 
-from .deferred_wgrad import DeferredWGrad, deferred_wgrad, sum_of_matmuls
+from .deferred_wgrad import DeferredWGrad, deferred_wgrad, sum_of_matmuls, weight_gradient_operands
 from .group import TensorParallelGroup
 from .mappings import reduce_from_tp_region
 
@@ -191,11 +191,9 @@ class _OverlappedMatmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        rows = grad.reshape(-1, grad.shape[-1])
         grad_x = grad @ (weight.t() if ctx.is_transposed else weight)
-        grad_bias = rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
-        inputs = x.reshape(-1, x.shape[-1])
-        left, right = (inputs, rows) if ctx.is_transposed else (rows, inputs)
+        grad_bias = grad.flatten(0, -2).sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        left, right = weight_gradient_operands(grad, x, ctx.is_transposed)
         if torch.is_grad_enabled():
             return grad_x, left.t() @ right, grad_bias, None, None
         return grad_x, ctx.operands.add(left, right, weight.shape), grad_bias, None, None

@@ -24,7 +24,7 @@ from booster.core.opaque_operator import opaque
 
 from .deferred_wgrad import DeferredWGrad, weight_gradient_operands
 from .group import TensorParallelGroup, group_of_number
-from .mappings import all_gather_shards, sizes_from_full
+from .mappings import all_gather_shards
 
 _NUM_CHUNKS = 4
 
@@ -219,7 +219,7 @@ class _MatmulReduceScatter(torch.autograd.Function):
         if weight is not None and ctx.is_transposed:
             weight = weight.t()
         if torch.is_grad_enabled():
-            full = all_gather_shards(grad, ctx.tp_group, grad.dim() - 2, ctx.sizes)
+            full = all_gather_shards(grad, ctx.tp_group, ctx.sizes, grad.dim() - 2)
             grad_x = None if weight is None else full @ weight
         else:
             full, grad_x = _all_gather_matmul(grad, weight, TokenChunks(ctx.tp_group, ctx.sizes))
@@ -233,20 +233,17 @@ class _MatmulReduceScatter(torch.autograd.Function):
         return grad_x, grad_weight, None, None, None, None
 
 
-def _scatter_product(group: int, is_transposed: bool, length: int, x: torch.Tensor, weight: torch.Tensor) -> Any:
-    tp_group = group_of_number(group)
-    sizes = sizes_from_full(x.shape[-2], tp_group, length)
-    return matmul_reduce_scatter(x, weight, tp_group, sizes, is_transposed=is_transposed)
+def _scatter_product(group: int, is_transposed: bool, x: torch.Tensor, weight: torch.Tensor, *sizes: int) -> Any:
+    return matmul_reduce_scatter(x, weight, group_of_number(group), sizes, is_transposed=is_transposed)
 
 
-def _scattered_product(group: int, is_transposed: bool, length: int, x: torch.Tensor, weight: torch.Tensor) -> Any:
-    tp_group = group_of_number(group)
-    own = sizes_from_full(x.shape[-2], tp_group, length)[tp_group.rank]
+def _scattered_product(group: int, is_transposed: bool, x: torch.Tensor, weight: torch.Tensor, *sizes: int) -> Any:
+    own = sizes[group_of_number(group).rank]
     return x.new_empty((*x.shape[:-2], own, weight.shape[1 if is_transposed else 0]))
 
 
 # `matmul_reduce_scatter` in graphs of torch.compile. Arguments: the group's number, whether the weight is transposed,
-# the number of tokens of a sequence, the input, and the weight.
+# the input, the weight, and each rank's number of tokens.
 traced_matmul_reduce_scatter = opaque(_scatter_product, _scattered_product)
 
 

@@ -17,8 +17,7 @@ from booster.comm import all_reduce_sum, sum_dtype
 
 from .dynamic_class import mixin_forward
 from .linear import ColumnParallelConfig, RowParallelConfig, matmul
-from .mappings import gather_from_tp_region, scatter_to_tp_region
-from .traced_mappings import all_reduce
+from .mappings import all_reduce, scatter_to_tp_region
 
 
 def make_parallel_dora(module: nn.Module, layer: nn.Module) -> None:
@@ -52,12 +51,7 @@ class ParallelLayer:
 
     def as_output(self, features: torch.Tensor) -> torch.Tensor:
         """Return numbers of this rank's rows as those of the layer's output features."""
-        config = self.config
-        if torch.compiler.is_compiling() and isinstance(config, ColumnParallelConfig):
-            return self.module.traced_output(features)  # type: ignore[no-any-return, operator]
-        if isinstance(config, ColumnParallelConfig) and config.gathers_output:
-            return gather_from_tp_region(features, config.tp_group, config.sizes)
-        return features
+        return self.config.finish_output(features) if isinstance(self.config, ColumnParallelConfig) else features
 
     def without_bias(self, x: torch.Tensor) -> torch.Tensor:
         """Return the layer's output without its bias."""

@@ -21,7 +21,6 @@ from .group import TensorParallelGroup
 from .linear import is_plain_linear, matmul
 from .mappings import gather_from_tp_region, reduce_from_tp_region, shared_copy_to_tp_region
 from .shard_spec import vocabulary_sizes
-from .traced_mappings import traceable_reduce_from_tp_region, traced_gather_from_tp_region
 from .vocab_parallel_logits import VocabParallelLogits
 
 
@@ -139,8 +138,6 @@ class VocabParallel(nn.Module):
         local = (entries - split.start).masked_fill(is_remote, 0)
         found: torch.Tensor = super().forward(local, *args, **kwargs)
         found = found.masked_fill(is_remote.unsqueeze(-1), 0)
-        if torch.compiler.is_compiling():
-            return traceable_reduce_from_tp_region(found, split.tp_group)
         return reduce_from_tp_region(found, split.tp_group, overwrites=True)
 
     traced_forward = forward
@@ -155,11 +152,7 @@ class FeatureParallel(nn.Module):
         """Return this rank's features of the entries, or those of all ranks."""
         found: torch.Tensor = super().forward(*args, **kwargs)
         split = self._split
-        if not split.gathers_output:
-            return found
-        if torch.compiler.is_compiling():
-            return traced_gather_from_tp_region(split.tp_group.number, split.sizes, found)  # type: ignore[no-any-return]
-        return gather_from_tp_region(found, split.tp_group, split.sizes)
+        return gather_from_tp_region(found, split.tp_group, split.sizes) if split.gathers_output else found
 
     traced_forward = forward
 

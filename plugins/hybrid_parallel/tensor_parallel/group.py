@@ -15,6 +15,7 @@ from torch import nn
 from booster.comm import group_rank, group_size
 
 from .rng import TensorParallelRNG
+from .shard_spec import even_sizes
 
 _Output = Callable[[], torch.Tensor]
 
@@ -101,7 +102,8 @@ class TensorParallelGroup:
         sequence_mode: As given.
         shards_sequence: Whether hidden states are sharded along the sequence between the layers.
         rng: RNG streams of this rank's parallel regions.
-        sequence_length: Number of tokens of the full sequence in the running stack, set by its splitter.
+        sequence_length: Number of tokens of a full sequence in the running stack, set by its splitter.
+        num_sequences: Number of sequences in the running stack, likewise.
         precomputed: Outputs of linear layers that were computed together with the gathering of their input.
         intercepts_random: Whether random functions are intercepted in the graph that is being traced.
         number: Number of the group in this process, for operators, which take no objects.
@@ -120,6 +122,7 @@ class TensorParallelGroup:
         self.shards_sequence = sequence_mode is not None
         self.rng = TensorParallelRNG(self.rank, "tensor")
         self.sequence_length: int | None = None
+        self.num_sequences = 1
         self.precomputed = PrecomputedOutputs()
         self.intercepts_random = False
         self.number = next(_numbers)
@@ -145,6 +148,15 @@ class TensorParallelGroup:
         if self.shards_sequence:
             return self.sequence_length is not None
         return self.size > 1 and (self.intercepts_random or not is_training)
+
+    def token_sizes(self, *, is_flat: bool) -> list[int]:
+        """Return each rank's number of tokens in the running stack: of a sequence, or of all if they are flattened.
+
+        A rank that has none cannot tell them from a tensor.
+        """
+        if self.sequence_length is None:
+            raise AssertionError("the length of the full sequence is not set")
+        return [size * (self.num_sequences if is_flat else 1) for size in even_sizes(self.sequence_length, self.size)]
 
     def pop_traced_product(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
         """Return a layer's output if it is in `traced_products` for this input, once."""

@@ -39,15 +39,8 @@ from .mappings import (
     reduce_scatter_shards,
     scatter_to_tp_region,
     shared_copy_to_tp_region,
-    sizes_from_full,
 )
-from .traced_mappings import (
-    traced_copy_to_tp_region,
-    traced_gather_from_tp_region,
-    traced_reduce_from_tp_region,
-    traced_reduce_scatter_sequence,
-    traced_scatter_to_tp_region,
-)
+from .shard_spec import even_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +69,10 @@ class ColumnParallelConfig:
         """Return the input of this rank's shard."""
         return x if self.is_input_gathered else shared_copy_to_tp_region(x, self.tp_group)
 
+    def finish_output(self, y: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output of this rank's output features, or of numbers of them."""
+        return gather_from_tp_region(y, self.tp_group, self.sizes) if self.gathers_output else y
+
     def matmul(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Return the output of a plain linear layer's shard; see Note [Async gradient all-reduce]."""
         tp_group = self.tp_group
@@ -101,47 +98,40 @@ class RowParallelConfig:
         tp_group: The tensor-parallel group.
         sizes: Number of input features of each rank.
         splits_input: If True, the input has the features of all ranks.
-        reduces: If True, the output is reduced over the ranks.
-        scatters: If True, the reduction is a reduce-scatter over the tokens.
-        sequence_dim: Dimension of the tokens.
+        scatters: If True, the output is reduce-scattered over the tokens, otherwise all-reduced.
         is_plain: If True, the layer only multiplies by its weight and adds its bias.
     """
 
     tp_group: TensorParallelGroup
     sizes: tuple[int, ...]
     splits_input: bool
-    reduces: bool
     scatters: bool
-    sequence_dim: int
     is_plain: bool
 
     def is_traceable(self, module: nn.Module) -> bool:
         """Whether `traced_forward` does what `forward` does."""
-        has_length = not self.scatters or self.tp_group.sequence_length is not None
-        return has_length and self.tp_group.is_traceable(module.training)
+        return self.tp_group.is_traceable(module.training)
 
     def finish_output(self, y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return the layer's output from the shard's output.
 
         Args:
             y: Output of this rank's shard without bias; may be overwritten.
-            bias: Bias of the output. Without reduction only the first rank adds it.
+            bias: Bias of the output, which is added once.
         """
-        if not self.reduces:
-            return y if bias is None or self.tp_group.rank > 0 else y + bias.to(y.dtype)
         if not self.scatters:
             y = reduce_from_tp_region(y, self.tp_group, overwrites=True)
         elif self.tp_group.size > 1:
-            y = reduce_scatter_shards(y, self.tp_group, *self._scatter_sizes(y))
+            y = reduce_scatter_shards(y, self.tp_group, *self.tokens(y))
         return y if bias is None else y.add_(bias.to(y.dtype))
 
     def matmul_reduce_scatter(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
         """Return the layer's output by a chunked matmul and reduce-scatter, or None if chunks are not used."""
         weight: torch.Tensor = module.weight  # type: ignore[assignment]
         bias: torch.Tensor | None = module.bias  # type: ignore[assignment]
-        if not (self.reduces and self.scatters) or needs_cast(x, weight):
+        if not self.scatters or needs_cast(x, weight):
             return None
-        dim, sizes = self._scatter_sizes(x)
+        sizes, dim = self.tokens(x)
         if max(sizes) == 0 or not is_chunked(x, self.tp_group, dim):
             return None
         deferred = deferred_wgrad(module)
@@ -150,10 +140,11 @@ class RowParallelConfig:
         )
         return y if bias is None else y.add_(bias.to(y.dtype))
 
-    def _scatter_sizes(self, x: torch.Tensor) -> tuple[int, list[int]]:
-        """Return the dimension of the tokens, and the number of tokens of each rank."""
-        dim, length = (self.sequence_dim, None) if x.dim() > 2 else (0, self.tp_group.sequence_length)
-        return dim, sizes_from_full(x.shape[dim], self.tp_group, length)
+    def tokens(self, x: torch.Tensor) -> tuple[list[int], int]:
+        """Return the number of tokens of each rank after a reduce-scatter, and their dimension."""
+        if x.dim() < 3:
+            return self.tp_group.token_sizes(is_flat=True), 0
+        return even_sizes(x.shape[1], self.tp_group.size), 1
 
 
 def make_column_parallel(
@@ -184,25 +175,22 @@ def make_row_parallel(
     *,
     sizes: Sequence[int],
     splits_input: bool = False,
-    reduces: bool = True,
     scatters_sequence: bool | None = None,
-    sequence_dim: int = 1,
 ) -> None:
     """Make a linear layer row-parallel: it reads this rank's input features.
 
     Args:
         module: An `nn.Linear` or a subclass, or transformers' `Conv1D`, with this rank's shard as weight and a
             replicated bias.
-        tp_group, sizes, splits_input, reduces: See `RowParallelConfig`.
+        tp_group, sizes, splits_input: See `RowParallelConfig`.
         scatters_sequence: If True, reduce-scatter the output over the tokens; optional, defaults to whether `tp_group`
             shards the sequence.
-        sequence_dim: Dimension of the tokens; 2-d inputs have tokens along the first.
 
     Collective: no; the layer's forward and backward are.
     """
     scatters = tp_group.shards_sequence if scatters_sequence is None else scatters_sequence
     is_plain = has_plain_forward(type(module))
-    config = RowParallelConfig(tp_group, tuple(sizes), splits_input, reduces, scatters, sequence_dim, is_plain)
+    config = RowParallelConfig(tp_group, tuple(sizes), splits_input, scatters, is_plain)
     setattr(module, "nx" if is_transposed(module) else "in_features", sizes[tp_group.rank])
     mixin_forward(module, RowParallel, config)
 
@@ -222,30 +210,22 @@ class ColumnParallel(nn.Module):
             y = config.matmul(self, x)
         else:
             y = super().forward(config.prepare_input(x), *args, **kwargs)
-        return gather_from_tp_region(y, tp_group, config.sizes) if config.gathers_output else y
+        return config.finish_output(y)
 
     def traced_forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return this rank's output features, in a graph of torch.compile."""
         config, tp_group = self._split, self._split.tp_group
         y = tp_group.pop_traced_product(self, x)
         if y is None:
-            x = x if config.is_input_gathered else traced_copy_to_tp_region(x, tp_group)
-            y = super().forward(x, *args, **kwargs)
+            y = super().forward(config.prepare_input(x), *args, **kwargs)
         tp_group.traced_in_region = not (tp_group.shards_sequence or config.gathers_output)
-        return self.traced_output(y)
-
-    def traced_output(self, y: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output of numbers of this rank's output features, in a graph of torch.compile."""
-        config = self._split
-        if not config.gathers_output:
-            return y
-        return traced_gather_from_tp_region(config.tp_group.number, config.sizes, y)  # type: ignore[no-any-return]
+        return config.finish_output(y)
 
     def traced_product(self, x: torch.Tensor) -> torch.Tensor:
         """Return the output without the bias, in a graph of torch.compile."""
-        x = x if self._split.is_input_gathered else traced_copy_to_tp_region(x, self._split.tp_group)
-        weight = cast(torch.Tensor, self.weight)
-        return self.traced_output(nn.functional.linear(x, weight.t() if hasattr(self, "nf") else weight))
+        config, weight = self._split, cast(torch.Tensor, self.weight)
+        y = nn.functional.linear(config.prepare_input(x), weight.t() if hasattr(self, "nf") else weight)
+        return config.finish_output(y)
 
 
 class RowParallel(nn.Module):
@@ -282,31 +262,25 @@ class RowParallel(nn.Module):
         tp_group = self._split.tp_group
         tp_group.traced_in_region = False
         y = self.traced_product(x)
-        is_added = self.bias is not None and (self._split.reduces or tp_group.rank == 0)
-        return y + self.bias.to(y.dtype) if is_added else y  # type: ignore[union-attr]
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def traced_product(self, x: torch.Tensor) -> torch.Tensor:
         """Return the output without the bias, in a graph of torch.compile."""
         config, tp_group, weight = self._split, self._split.tp_group, cast(torch.Tensor, self.weight)
         if config.splits_input:
-            x = traced_scatter_to_tp_region(tp_group.number, config.sizes, x)
-        dim = config.sequence_dim if x.dim() > 2 else 0
+            x = scatter_to_tp_region(x, tp_group, config.sizes)
         is_conv1d = hasattr(self, "nx")  # of transformers, for which torch.compile finds no module
-        is_scattered = config.is_plain and config.reduces and config.scatters and not needs_cast(x, weight)
-        if is_scattered and is_chunked(x, tp_group, dim):
+        is_scattered = config.is_plain and config.scatters and not needs_cast(x, weight)
+        if is_scattered and is_chunked(x, tp_group, config.tokens(x)[1]):
             tp_group.end_traced_region()
-            return traced_matmul_reduce_scatter(tp_group.number, is_conv1d, tp_group.sequence_length, x, weight)  # type: ignore[no-any-return]
+            return traced_matmul_reduce_scatter(tp_group.number, is_conv1d, x, weight, *config.tokens(x)[0])  # type: ignore[no-any-return]
         if config.is_plain:
             y = nn.functional.linear(x, weight.t() if is_conv1d else weight)
         else:
             y = self._forward_without_bias(x)
-        if not config.reduces:
-            return y
-        return (
-            traced_reduce_scatter_sequence(y, tp_group, dim)
-            if config.scatters
-            else traced_reduce_from_tp_region(y, tp_group)
-        )
+        if config.scatters:
+            return reduce_scatter_shards(y, tp_group, *config.tokens(y))
+        return reduce_from_tp_region(y, tp_group)
 
 
 def matmul(

@@ -3,6 +3,9 @@
 Outside of a region tensors are replicated or, with sequence parallelism (arXiv:2205.05198), sharded over tokens. Inside
 they are sharded over features. The backward of each function is another function of this file, so that double backward
 works: copy and all-reduce, gather and split, all-gather and reduce-scatter.
+
+In graphs of torch.compile they are operators, such as `booster::tp_all_reduce`, which the compiler does not look into.
+They take the number of a group, as operators take no objects, and their results are new tensors.
 """
 
 from __future__ import annotations
@@ -13,10 +16,11 @@ from typing import Any
 
 import torch
 
-from booster.comm import all_gather_numbers, start_all_gather, start_all_reduce, start_reduce_scatter
+from booster.comm import start_all_gather, start_all_reduce, start_reduce_scatter
 from booster.comm.fake import is_seen_by_modes
+from booster.core.opaque_operator import opaque
 
-from .group import TensorParallelGroup
+from .group import TensorParallelGroup, group_of_number
 
 
 def copy_to_tp_region(x: torch.Tensor, tp_group: TensorParallelGroup) -> torch.Tensor:
@@ -26,6 +30,8 @@ def copy_to_tp_region(x: torch.Tensor, tp_group: TensorParallelGroup) -> torch.T
     """
     if tp_group.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
         return x
+    if torch.compiler.is_compiling():
+        return _TracedCopy.apply(x, tp_group.number)  # type: ignore[no-untyped-call, no-any-return]
     return _Copy.apply(x, tp_group)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -33,7 +39,11 @@ def shared_copy_to_tp_region(x: torch.Tensor, tp_group: TensorParallelGroup) -> 
     """Return `copy_to_tp_region(x)`, one copy for all layers that read `x`; see `TensorParallelGroup.shared_input`."""
     if tp_group.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
         return x
-    return tp_group.shared_input(x, torch.Tensor, lambda one: copy_to_tp_region(one, tp_group))
+    if not torch.compiler.is_compiling():
+        return tp_group.shared_input(x, torch.Tensor, lambda one: copy_to_tp_region(one, tp_group))
+    if tp_group.traced_input is not x:
+        tp_group.traced_input, tp_group.traced_copy = x, copy_to_tp_region(x, tp_group)
+    return tp_group.traced_copy  # type: ignore[return-value]
 
 
 def reduce_from_tp_region(x: torch.Tensor, tp_group: TensorParallelGroup, *, overwrites: bool = False) -> torch.Tensor:
@@ -47,7 +57,12 @@ def reduce_from_tp_region(x: torch.Tensor, tp_group: TensorParallelGroup, *, ove
 
     Collective: yes.
     """
-    return x if tp_group.size == 1 else _AllReduce.apply(x, tp_group, overwrites)  # type: ignore[no-untyped-call, no-any-return]
+    if tp_group.size == 1:
+        return x
+    if torch.compiler.is_compiling():
+        tp_group.end_traced_region()
+        return _TracedAllReduce.apply(x, tp_group.number)  # type: ignore[no-untyped-call, no-any-return]
+    return _AllReduce.apply(x, tp_group, overwrites)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def gather_from_tp_region(
@@ -56,16 +71,16 @@ def gather_from_tp_region(
     """All-gather a tensor along a dimension. Backward: `scatter_to_tp_region`.
 
     Args:
-        x: Tensor with `sizes[rank]` features; the other dimensions are equal on all ranks.
+        x: Tensor with `sizes[rank]` features, or tokens; the other dimensions are equal on all ranks.
         tp_group: The tensor-parallel group.
-        sizes: Number of features of each rank.
-        dim: Dimension of the features.
+        sizes: Number of features, or tokens, of each rank.
+        dim: Dimension of the features, or tokens.
 
     Collective: yes.
     """
     if tp_group.size == 1:
         return x
-    return _Mapping.apply(x, all_gather_uneven, _scatter, tp_group, dim, tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
+    return _gather(tp_group.number, dim, x, *sizes)  # type: ignore[no-any-return]
 
 
 def scatter_to_tp_region(
@@ -77,94 +92,37 @@ def scatter_to_tp_region(
     """
     if tp_group.size == 1:
         return x
-    return _Mapping.apply(x, _shard, _gather, tp_group, dim, tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
+    return _scatter(tp_group.number, dim, x, *sizes)  # type: ignore[no-any-return]
 
 
-def local_sequence_length(length: int, size: int, rank: int) -> int:
-    """Return a rank's number of tokens of a sequence; the first ranks get one more if the length is not divisible."""
-    base, rest = divmod(length, size)
-    return base + (rank < rest)
-
-
-def scatter_to_sequence_region(x: torch.Tensor, tp_group: TensorParallelGroup, dim: int = 1) -> torch.Tensor:
-    """Return this rank's tokens of a replicated tensor. Backward: `gather_from_sequence_region`, collective."""
-    return scatter_to_tp_region(x, tp_group, sizes_from_full(x.shape[dim], tp_group, None), dim)
-
-
-def gather_from_sequence_region(
-    x: torch.Tensor, tp_group: TensorParallelGroup, dim: int = 1, length: int | None = None
-) -> torch.Tensor:
-    """All-gather the tokens of a sequence into a replicated tensor. Backward: `scatter_to_sequence_region`.
-
-    Args:
-        x: Tokens of this rank.
-        tp_group: The tensor-parallel group.
-        dim: Dimension of the tokens.
-        length: Tokens of the full sequence; optional, defaults to `tp_group.sequence_length`.
-
-    Collective: yes.
-    """
-    return gather_from_tp_region(x, tp_group, sizes_of_ranks(x, dim, tp_group, length), dim)
-
-
-def all_gather_shards(x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+def all_gather_shards(x: torch.Tensor, tp_group: TensorParallelGroup, sizes: Sequence[int], dim: int) -> torch.Tensor:
     """All-gather the tokens of a sequence for computation on shards. Backward: `reduce_scatter_shards`.
 
     Args:
         x: Tokens of this rank.
         tp_group: The tensor-parallel group.
+        sizes: Number of tokens of each rank.
         dim: Dimension of the tokens. It may contain this rank's tokens of several sequences; the result is then
             concatenated rank by rank, as `reduce_scatter_shards` expects.
-        sizes: Number of tokens of each rank.
 
     Collective: in forward and backward.
     """
-    return _Mapping.apply(x, all_gather_uneven, reduce_scatter_shards, tp_group, dim, tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
+    if torch.compiler.is_compiling():
+        return _traced_all_gather(x, tp_group.number, list(sizes), dim)
+    return _Mapping.apply(x, all_gather_uneven, reduce_scatter_shards, tp_group, tuple(sizes), dim)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def reduce_scatter_shards(
-    x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, sizes: Sequence[int]
+    x: torch.Tensor, tp_group: TensorParallelGroup, sizes: Sequence[int], dim: int
 ) -> torch.Tensor:
     """Reduce-scatter a partial tensor over its tokens. Backward: `all_gather_shards`, with the same arguments.
 
     Collective: in forward and backward.
     """
-    return _Mapping.apply(x, reduce_scatter_uneven, all_gather_shards, tp_group, dim, tuple(sizes))  # type: ignore[no-untyped-call, no-any-return]
-
-
-def sizes_of_ranks(x: torch.Tensor, dim: int, tp_group: TensorParallelGroup, length: int | None = None) -> list[int]:
-    """Return all ranks' numbers of tokens, from those of this rank.
-
-    Collective for flattened tokens of sequences that have fewer than there are ranks: one without any cannot tell of
-    how many sequences.
-    """
-    full = tp_group.sequence_length if length is None else length
-    if x.dim() < 3 and full is not None and full < tp_group.size:
-        return [size for (size,) in all_gather_numbers([x.shape[dim]], tp_group.group)]
-    return sizes_from_local(x.shape[dim], tp_group, length)
-
-
-def sizes_from_local(local_size: int, tp_group: TensorParallelGroup, length: int | None) -> list[int]:
-    """Return all ranks' sizes of a sharded dimension, from this rank's size `local_size`."""
-    length = tp_group.sequence_length if length is None else length
-    if length is None:
-        raise AssertionError("the length of the full sequence is not set")
-    lengths = [local_sequence_length(length, tp_group.size, rank) for rank in range(tp_group.size)]
-    local_length = lengths[tp_group.rank]
-    if local_size == local_length:
-        return lengths
-    if local_length == 0 or local_size % local_length:
-        raise AssertionError(f"{local_size} tokens are not this rank's {local_length} tokens of sequences of {length}")
-    return [local_size // local_length * one for one in lengths]
-
-
-def sizes_from_full(full_size: int, tp_group: TensorParallelGroup, length: int | None) -> list[int]:
-    """Return all ranks' sizes of a dimension after sharding, from its full size `full_size`."""
-    length = full_size if length is None else length
-    if length and full_size % length:
-        raise AssertionError(f"{full_size} tokens are not a multiple of the sequence length {length}")
-    count = full_size // length if length else 0
-    return [count * local_sequence_length(length, tp_group.size, rank) for rank in range(tp_group.size)]
+    if torch.compiler.is_compiling():
+        tp_group.end_traced_region()
+        return _traced_reduce_scatter(x, tp_group.number, list(sizes), dim)
+    return _Mapping.apply(x, _reduce_scatter_uneven, all_gather_shards, tp_group, tuple(sizes), dim)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Copy(torch.autograd.Function):
@@ -194,6 +152,40 @@ class _AllReduce(torch.autograd.Function):
         return copy_to_tp_region(grad, ctx.tp_group), None, None
 
 
+@torch.library.custom_op("booster::tp_all_reduce", mutates_args=())
+def all_reduce(x: torch.Tensor, group: int) -> torch.Tensor:
+    """Return the sum of a tensor over the group of a number. Collective: yes."""
+    total = x.clone(memory_format=torch.contiguous_format)
+    start_all_reduce(total, group_of_number(group).group).wait()
+    return total
+
+
+@all_reduce.register_fake
+def _(x: torch.Tensor, group: int) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+class _TracedCopy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: int) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return torch.ops.booster.tp_all_reduce(grad, ctx.group), None
+
+
+class _TracedAllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: int) -> torch.Tensor:
+        return torch.ops.booster.tp_all_reduce(x, group)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
 class _Mapping(torch.autograd.Function):
     """A mapping of shards along a dimension, whose backward is another one with the same arguments."""
 
@@ -207,29 +199,66 @@ class _Mapping(torch.autograd.Function):
         return ctx.run_backward(grad, *ctx.how), *[None] * (2 + len(ctx.how))
 
 
-def _gather(x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, sizes: Sequence[int]) -> torch.Tensor:
-    return gather_from_tp_region(x, tp_group, sizes, dim)
+def _gather_shards(number: int, dim: int, x: torch.Tensor, *sizes: int) -> torch.Tensor:
+    return _Mapping.apply(x, all_gather_uneven, scatter_to_tp_region, group_of_number(number), sizes, dim)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _scatter(x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, sizes: Sequence[int]) -> torch.Tensor:
-    return scatter_to_tp_region(x, tp_group, sizes, dim)
+def _take_shard(number: int, dim: int, x: torch.Tensor, *sizes: int) -> torch.Tensor:
+    return _Mapping.apply(x, _shard, gather_from_tp_region, group_of_number(number), sizes, dim)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _shard(x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+_gather = opaque(_gather_shards, lambda number, dim, x, *sizes: x.new_empty(_resized(x, dim, sum(sizes))))
+_scatter = opaque(
+    _take_shard, lambda number, dim, x, *sizes: x.new_empty(_resized(x, dim, sizes[group_of_number(number).rank]))
+)
+
+
+@torch.library.custom_op("booster::tp_all_gather", mutates_args=())
+def _traced_all_gather(x: torch.Tensor, group: int, sizes: list[int], dim: int) -> torch.Tensor:
+    return all_gather_uneven(x, group_of_number(group), sizes, dim)
+
+
+@_traced_all_gather.register_fake
+def _(x: torch.Tensor, group: int, sizes: list[int], dim: int) -> torch.Tensor:
+    return x.new_empty(_resized(x, dim, sum(sizes)))
+
+
+@torch.library.custom_op("booster::tp_reduce_scatter", mutates_args=())
+def _traced_reduce_scatter(x: torch.Tensor, group: int, sizes: list[int], dim: int) -> torch.Tensor:
+    return _reduce_scatter_uneven(x, group_of_number(group), sizes, dim)
+
+
+@_traced_reduce_scatter.register_fake
+def _(x: torch.Tensor, group: int, sizes: list[int], dim: int) -> torch.Tensor:
+    return x.new_empty(_resized(x, dim, sizes[group_of_number(group).rank]))
+
+
+def _keep_arguments(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, *ctx.how = inputs
+
+
+_traced_all_gather.register_autograd(
+    lambda ctx, grad: (_traced_reduce_scatter(grad, *ctx.how), None, None, None), setup_context=_keep_arguments
+)
+_traced_reduce_scatter.register_autograd(
+    lambda ctx, grad: (_traced_all_gather(grad, *ctx.how), None, None, None), setup_context=_keep_arguments
+)
+
+
+def _shard(x: torch.Tensor, tp_group: TensorParallelGroup, sizes: Sequence[int], dim: int) -> torch.Tensor:
     shard = x.narrow(dim, sum(sizes[: tp_group.rank]), sizes[tp_group.rank])
     return shard.clone(memory_format=torch.contiguous_format)  # callers may modify it in place
 
 
-def reduce_scatter_uneven(
-    x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, sizes: Sequence[int]
+def _reduce_scatter_uneven(
+    x: torch.Tensor, tp_group: TensorParallelGroup, sizes: Sequence[int], dim: int
 ) -> torch.Tensor:
-    """Return the result of `start_reduce_scatter_uneven`; not differentiable. Collective: yes."""
-    shard, wait = start_reduce_scatter_uneven(x, tp_group, dim, sizes)
+    shard, wait = start_reduce_scatter_uneven(x, tp_group, sizes, dim)
     wait()
     return shard
 
 
-def all_gather_uneven(x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+def all_gather_uneven(x: torch.Tensor, tp_group: TensorParallelGroup, sizes: Sequence[int], dim: int) -> torch.Tensor:
     """All-gather shards of uneven sizes, padded to the largest; not differentiable. Collective: yes."""
     if x.shape[dim] != sizes[tp_group.rank]:
         raise AssertionError(f"rank {tp_group.rank} has {x.shape[dim]} along dimension {dim}, not one of {list(sizes)}")
@@ -246,15 +275,15 @@ def all_gather_uneven(x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, 
 
 
 def start_reduce_scatter_uneven(
-    x: torch.Tensor, tp_group: TensorParallelGroup, dim: int, sizes: Sequence[int], *, overwrites: bool = False
+    x: torch.Tensor, tp_group: TensorParallelGroup, sizes: Sequence[int], dim: int, *, overwrites: bool = False
 ) -> tuple[torch.Tensor, Callable[[], None]]:
     """Start a reduce-scatter into shards of uneven sizes; `x` must not be modified until it is complete.
 
     Args:
         x: Partial tensor of the same shape on all ranks.
         tp_group: The tensor-parallel group.
-        dim: Dimension of the shards.
         sizes: Sizes of the shards of all ranks.
+        dim: Dimension of the shards.
         overwrites: If True, `x` may be overwritten, which saves a copy on other devices than the CPU.
 
     Returns:

@@ -6,7 +6,6 @@ transformers' plans.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from .group import TensorParallelGroup
-from .traced_mappings import traceable_copy_to_tp_region, traceable_reduce_from_tp_region
+from .mappings import copy_to_tp_region, reduce_from_tp_region
 
 
 def make_sharded_experts(module: nn.Module, tp_group: TensorParallelGroup) -> None:
@@ -30,18 +29,18 @@ def make_sharded_experts(module: nn.Module, tp_group: TensorParallelGroup) -> No
 
     Collective: no; the module's forward and backward are.
     """
-    module.register_forward_pre_hook(_CopyInputs(tp_group), with_kwargs=True)
-    module.register_forward_hook(_AllReduceOutputs(tp_group))
+    module.register_forward_pre_hook(partial(_copy_inputs, tp_group), with_kwargs=True)
+    make_output_all_reduce(module, tp_group)
 
 
 def make_output_all_reduce(module: nn.Module, tp_group: TensorParallelGroup) -> None:
     """Style "all_reduce": all-reduce a module's output. Collective: no; the module's forward is."""
-    module.register_forward_hook(_AllReduceOutputs(tp_group))
+    module.register_forward_hook(partial(_all_reduce_outputs, tp_group))
 
 
 def make_identity_expert(module: nn.Module, tp_group: TensorParallelGroup) -> None:
     """Style "moe_identity_expert": divide a replicated expert's input by the ranks, as the outputs are all-reduced."""
-    module.register_forward_pre_hook(_ScaleInput(tp_group))
+    module.register_forward_pre_hook(partial(_scale_input, tp_group.size))
 
 
 def make_latent_projection(module: nn.Module, tp_group: TensorParallelGroup, *, num_rotary: int) -> None:
@@ -58,41 +57,24 @@ def make_latent_projection(module: nn.Module, tp_group: TensorParallelGroup, *, 
 
     Collective: no; the module's backward is.
     """
-    module.register_forward_hook(_CopyRotary(tp_group, num_rotary))
+    module.register_forward_hook(partial(_copy_rotary, tp_group, num_rotary))
 
 
-@dataclass(frozen=True, slots=True)
-class _CopyInputs:
-    tp_group: TensorParallelGroup
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        args, kwargs = tree_map_only(
-            torch.Tensor, lambda one: traceable_copy_to_tp_region(one, self.tp_group), (args, kwargs)
-        )
-        return args, kwargs
+def _copy_inputs(tp_group: TensorParallelGroup, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    args, kwargs = tree_map_only(torch.Tensor, lambda one: copy_to_tp_region(one, tp_group), (args, kwargs))
+    return args, kwargs
 
 
-@dataclass(frozen=True, slots=True)
-class _AllReduceOutputs:
-    tp_group: TensorParallelGroup
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return tree_map_only(torch.Tensor, partial(traceable_reduce_from_tp_region, tp_group=self.tp_group), output)
+def _all_reduce_outputs(tp_group: TensorParallelGroup, module: nn.Module, args: Any, output: Any) -> Any:
+    return tree_map_only(torch.Tensor, lambda one: reduce_from_tp_region(one, tp_group), output)
 
 
-@dataclass(frozen=True, slots=True)
-class _ScaleInput:
-    tp_group: TensorParallelGroup
-
-    def __call__(self, module: nn.Module, args: Any) -> Any:
-        return (args[0] / self.tp_group.size, *args[1:])
+def _scale_input(num_ranks: int, module: nn.Module, args: Any) -> Any:
+    return (args[0] / num_ranks, *args[1:])
 
 
-@dataclass(frozen=True, slots=True)
-class _CopyRotary:
-    tp_group: TensorParallelGroup
-    num_rotary: int
-
-    def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        latent, rotary = output.split([output.shape[-1] - self.num_rotary, self.num_rotary], dim=-1)
-        return torch.cat([latent, traceable_copy_to_tp_region(rotary, self.tp_group)], dim=-1)
+def _copy_rotary(
+    tp_group: TensorParallelGroup, num_rotary: int, module: nn.Module, args: Any, output: torch.Tensor
+) -> torch.Tensor:
+    latent, rotary = output.split([output.shape[-1] - num_rotary, num_rotary], dim=-1)
+    return torch.cat([latent, copy_to_tp_region(rotary, tp_group)], dim=-1)

@@ -1,4 +1,4 @@
-"""Random functions in tensor-parallel regions of compiled layers.
+"""Random functions in tensor-parallel regions: dropout at their ends, and functions of compiled layers.
 
 A graph of torch.compile draws all its random numbers from the default generator, whose state is the same on all ranks,
 and in an order of its own. In a region with sharded activations each rank needs others. So there, a function that draws
@@ -17,13 +17,40 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from booster.core.activation_policy import RECOMPUTED
-from booster.core.compiling import COMPILED, is_compiled_layer
+from booster.core.compiling import COMPILED, is_compiled_layer, not_compiled
 from booster.core.layer_stacks import subclass_of
 from booster.core.opaque_operator import opaque
 
 from .group import TensorParallelGroup, group_of_number
 
 _GROUP = "_random_functions_group"  # attribute of a layer
+
+
+def make_replicated_dropout(module: nn.Module, tp_group: TensorParallelGroup) -> None:
+    """Give a dropout whose input is replicated the same mask on all ranks, also inside of a region."""
+    module.register_forward_pre_hook(functools.partial(_change_stream, tp_group, False))
+
+
+def make_sharded_dropout(module: nn.Module, tp_group: TensorParallelGroup) -> None:
+    """Give a dropout whose input is sharded a mask of its own on every rank, also outside of a region."""
+    module.register_forward_pre_hook(functools.partial(_change_stream, tp_group, True))
+
+
+def _change_stream(tp_group: TensorParallelGroup, is_sharded: bool, module: nn.Module, args: Any) -> None:
+    if torch.compiler.is_compiling() and tp_group.is_traceable(module.training):
+        tp_group.traced_in_region = is_sharded and not tp_group.shards_sequence
+    else:
+        _enter_or_leave(tp_group, is_sharded, module.training)
+
+
+@not_compiled
+def _enter_or_leave(tp_group: TensorParallelGroup, is_sharded: bool, is_training: bool) -> None:
+    if not is_training or tp_group.shards_sequence or tp_group.size == 1:
+        return  # where the sequence is sharded, the stack's RNG stream is used
+    if is_sharded:
+        tp_group.rng.enter()
+    else:
+        tp_group.rng.leave()
 
 
 def _named(where: Any, names: str) -> frozenset[Callable[..., Any]]:

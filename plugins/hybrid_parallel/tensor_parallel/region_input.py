@@ -28,11 +28,8 @@ from .mappings import (
     all_gather_shards,
     all_gather_uneven,
     reduce_scatter_shards,
-    sizes_from_local,
-    sizes_of_ranks,
     start_reduce_scatter_uneven,
 )
-from .traced_mappings import traced_all_gather_sequence
 
 
 class GatheredRegionInput:
@@ -68,14 +65,14 @@ class GatheredRegionInput:
         self._tp_group.precomputed.discard(hidden)
 
     def _traced_gather(self, hidden: torch.Tensor) -> torch.Tensor:
-        tp_group, dim = self._tp_group, 1 if hidden.dim() > 2 else 0
+        tp_group, (sizes, dim) = self._tp_group, self._tokens(hidden)
         layers = self._multiplied(hidden) if is_chunked(hidden, tp_group, dim) else []
         if not layers:
-            return traced_all_gather_sequence(hidden, tp_group, dim)
+            return all_gather_shards(hidden, tp_group, sizes, dim)
         operands: list[Any] = []
         for layer in layers:
             operands += [hasattr(layer, "nf"), layer.weight, layer.bias]  # of transformers' Conv1D
-        full, *products = _traced_all_gather_matmul(tp_group.number, dim, tp_group.sequence_length, hidden, *operands)
+        full, *products = _traced_all_gather_matmul(tp_group.number, dim, *sizes, hidden, *operands)
         tp_group.traced_input = full
         tp_group.traced_products = tuple(zip(layers, products, strict=True))
         return full  # type: ignore[no-any-return]
@@ -87,16 +84,17 @@ class GatheredRegionInput:
 
     @not_compiled
     def _gather(self, hidden: torch.Tensor) -> torch.Tensor:
-        tp_group, dim = self._tp_group, 1 if hidden.dim() > 2 else 0
-        if tp_group.size == 1:
+        if self._tp_group.size == 1:
             return hidden
-        geometry = _GatherGeometry(tp_group, dim, tuple(sizes_of_ranks(hidden, dim, tp_group)))
-        layers = self._multiplied(hidden)
-        return (
-            geometry.all_gather_matmul(hidden, layers)
-            if layers
-            else all_gather_shards(hidden, tp_group, dim, geometry.sizes)
-        )
+        layers, (sizes, dim) = self._multiplied(hidden), self._tokens(hidden)
+        if not layers:
+            return all_gather_shards(hidden, self._tp_group, sizes, dim)
+        return _GatherGeometry(self._tp_group, dim, tuple(sizes)).all_gather_matmul(hidden, layers)
+
+    def _tokens(self, hidden: torch.Tensor) -> tuple[list[int], int]:
+        """Return the number of tokens of each rank, and their dimension."""
+        is_flat = hidden.dim() < 3
+        return self._tp_group.token_sizes(is_flat=is_flat), 0 if is_flat else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +176,7 @@ class _AllGatherMatmul(torch.autograd.Function):
         if chunks is not None:
             full, products = _chunked_all_gather_matmul(x, layers, chunks)
         else:
-            full = all_gather_uneven(x, geometry.tp_group, geometry.dim, geometry.sizes)
+            full = all_gather_uneven(x, geometry.tp_group, geometry.sizes, geometry.dim)
             products = [_matmul(full, layer) for layer in layers]
         return full, *products
 
@@ -193,7 +191,7 @@ class _AllGatherMatmul(torch.autograd.Function):
         geometry: _GatherGeometry = ctx.geometry
         if torch.is_grad_enabled():
             total = sum((grad @ matrix for grad, matrix in terms), 0 if grad_full is None else grad_full)
-            return reduce_scatter_shards(total, geometry.tp_group, geometry.dim, geometry.sizes), None, None, None  # type: ignore[arg-type]
+            return reduce_scatter_shards(total, geometry.tp_group, geometry.sizes, geometry.dim), None, None, None  # type: ignore[arg-type]
         grad_x, wait = _start_input_gradient(geometry, grad_full, terms)
         if ctx.pending is None or torch.is_anomaly_enabled():
             wait()  # anomaly detection reads the gradient immediately
@@ -234,9 +232,10 @@ class _PrecomputedOutput(torch.autograd.Function):
         return grad, None, grad_weight, grad_bias, None, None
 
 
-def _gather_and_multiply(group: int, dim: int, length: int, hidden: torch.Tensor, *operands: Any) -> Any:
+def _gather_and_multiply(group: int, dim: int, *rest: Any) -> Any:
     tp_group = group_of_number(group)
-    geometry = _GatherGeometry(tp_group, dim, tuple(sizes_from_local(hidden.shape[dim], tp_group, length)))
+    geometry = _GatherGeometry(tp_group, dim, rest[: tp_group.size])
+    hidden, *operands = rest[tp_group.size :]
     layers = [
         _LinearOperands(weight, bias, is_transposed, None)
         for is_transposed, weight, bias in zip(operands[::3], operands[1::3], operands[2::3], strict=True)
@@ -245,17 +244,19 @@ def _gather_and_multiply(group: int, dim: int, length: int, hidden: torch.Tensor
     return full, *(layer.output(product, full) for layer, product in zip(layers, products, strict=True))
 
 
-def _gathered_and_multiplied(group: int, dim: int, length: int, hidden: torch.Tensor, *operands: Any) -> Any:
+def _gathered_and_multiplied(group: int, dim: int, *rest: Any) -> Any:
+    num_ranks = group_of_number(group).size
+    hidden, *operands = rest[num_ranks:]
     shape = list(hidden.shape)
-    shape[dim] = sum(sizes_from_local(shape[dim], group_of_number(group), length))
+    shape[dim] = sum(rest[:num_ranks])
     pairs = zip(operands[::3], operands[1::3], strict=True)
     outputs = [weight.shape[1 if is_transposed else 0] for is_transposed, weight in pairs]
     return tuple(hidden.new_empty((*shape[:-1], size)) for size in (shape[-1], *outputs))
 
 
 # The gathered input of a region and the outputs of the layers that read it, in graphs of torch.compile. Arguments: the
-# group's number, the dimension of the tokens, their number in a sequence, this rank's tokens, and for each layer
-# whether its weight is transposed, the weight and the bias.
+# group's number, the dimension of the tokens, their number on each rank, this rank's tokens, and for each layer whether
+# its weight is transposed, the weight and the bias.
 _traced_all_gather_matmul = opaque(_gather_and_multiply, _gathered_and_multiplied)
 
 _Terms = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -297,7 +298,7 @@ def _start_input_gradient(
     chunks = geometry.chunks(example)
     if chunks is None:
         total = _sum_of_matmuls(first, terms)  # a new tensor
-        return start_reduce_scatter_uneven(total, geometry.tp_group, geometry.dim, geometry.sizes, overwrites=True)
+        return start_reduce_scatter_uneven(total, geometry.tp_group, geometry.sizes, geometry.dim, overwrites=True)
 
     def rows(chunk: ChunkRange) -> torch.Tensor:
         cut = [(chunks.read(grad, chunk), matrix) for grad, matrix in terms]

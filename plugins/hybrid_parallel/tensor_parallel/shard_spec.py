@@ -56,6 +56,18 @@ class UnitRange:
     num_non_primary: int = 0
 
 
+def even_sizes(count: int, num_parts: int) -> list[int]:
+    """Return the sizes of even parts of a range; the first parts get one more if the count is not divisible."""
+    return [(count + num_parts - 1 - part) // num_parts for part in range(num_parts)]
+
+
+def even_range(count: int, num_parts: int, part: int) -> tuple[int, int]:
+    """Return start and end (exclusive) of one of the even parts of a range; see `even_sizes`."""
+    sizes = even_sizes(count, num_parts)
+    start = sum(sizes[:part])
+    return start, start + sizes[part]
+
+
 def units_of_rank(block: Block, num_ranks: int, rank: int) -> UnitRange:
     """Return the units of a block that a rank holds.
 
@@ -71,10 +83,10 @@ def units_of_rank(block: Block, num_ranks: int, rank: int) -> UnitRange:
         )
     per_group = num_queries // num_groups
     if num_groups >= num_ranks:
-        start, stop = _share(num_groups, num_ranks, rank)
+        start, stop = even_range(num_groups, num_ranks, rank)
         scale = block.num_units // num_groups
         return UnitRange(start * scale, stop * scale)
-    first, last = _share(num_queries, num_ranks, rank)
+    first, last = even_range(num_queries, num_ranks, rank)
     if block.num_units == num_queries:
         return UnitRange(first, last)
     start, stop = first // per_group, (last - 1) // per_group + 1
@@ -153,13 +165,6 @@ def vocabulary_spec(shape: Sequence[int], multiple: int, num_ranks: int, rank: i
     rows = stop - start
     regions = (_region(shape, 0, (0, rows), (start, rows), True),) if rows > 0 else ()
     return ShardSpec(logical_shape=tuple(shape), local_shape=(padded_rows, *shape[1:]), regions=regions)
-
-
-def _share(count: int, num_ranks: int, rank: int) -> tuple[int, int]:
-    """Return a rank's even share of a range; the first ranks get one more if the count is not divisible."""
-    base, rest = divmod(count, num_ranks)
-    start = rank * base + min(rank, rest)
-    return start, start + base + (rank < rest)
 
 
 def _region(

@@ -8,7 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from booster.comm import all_gather_equal
-from booster.plugins.hybrid_parallel.tensor_parallel.traced_mappings import traceable_copy_to_tp_region
+from booster.plugins.hybrid_parallel.tensor_parallel.mappings import copy_to_tp_region
 
 from .grid import TensorGrid
 
@@ -45,7 +45,7 @@ def own_examples(x: torch.Tensor, grid: TensorGrid) -> torch.Tensor:
 
     Collective: in backward, which all-reduces the gradient, if there is one.
     """
-    return _own_examples(traceable_copy_to_tp_region(x, grid.tp_group), grid, grid.inner_index)
+    return _own_examples(copy_to_tp_region(x, grid.tp_group), grid, grid.inner_index)
 
 
 def _own_examples(x: torch.Tensor, grid: TensorGrid, index: int) -> torch.Tensor:

@@ -123,9 +123,6 @@ def _are_sharded_alike(model: nn.Module, first: str, name: str, given: Mapping[s
     return split_dim(model.get_submodule(first), styles[0]) == split_dim(model.get_submodule(name), styles[1])
 
 
-TENSOR_AXIS_MODES = frozenset({"split_gather", "ring"})
-"""Modes in which the sequence between regions is sharded over the tensor-parallel ranks."""
-
 _CROSS_ATTENTION = ("cross", "encdec", "encoder_attn", "enc_dec", "encoder_decoder")
 _LATENT = ("q_b_proj", "kv_b_proj")  # multi-head latent attention: each has its own input
 _MIXES_TOKENS = ("attention", "attn", "conv", "mamba", "mixer", "ssm", "lstm", "gru", "rnn", "batchnorm")
@@ -227,7 +224,7 @@ def _needs_all_tokens(name: str, module: nn.Module, regions: set[str]) -> bool:
 _WITH_REGION = COLUMN_STYLES | {"embedding_colwise"}
 
 
-def _resolve_plan(model: nn.Module, partial: PartialPlan, *, sequence_mode: str | None) -> TensorParallelPlan:
+def _resolve_plan(model: nn.Module, partial: PartialPlan, *, shards_sequence: bool) -> TensorParallelPlan:
     """Resolve everything of a plan that follows from its styles and the model."""
     check_styles(model, partial.styles)
     styles, reasons = _resolve_ties(model, partial.styles)
@@ -259,7 +256,7 @@ def _resolve_plan(model: nn.Module, partial: PartialPlan, *, sequence_mode: str 
         )
         for name, style in styles.items()
     ]
-    if sequence_mode in TENSOR_AXIS_MODES:
+    if shards_sequence:
         replicated = _sequence_parallel_modules(model, styles, regions, stacks)
         entries.extend(
             PlannedEntry(name=name, style="sequence", reason="runs on sharded tokens") for name in replicated
@@ -349,7 +346,7 @@ def _raise_unmatched(pattern: str, names: list[str]) -> None:
 
 
 def choose_plan(
-    model: nn.Module, *, tp_size: int, plan: UserPlan | None = None, sequence_mode: str | None = None
+    model: nn.Module, *, tp_size: int, plan: UserPlan | None = None, shards_sequence: bool = False
 ) -> TensorParallelPlan:
     """Return the checked plan of a model for tensor and sequence parallelism.
 
@@ -360,7 +357,7 @@ def choose_plan(
         model: The user's model, possibly on the meta device. It is not changed.
         tp_size: Number of tensor-parallel ranks. With 1 only stacks of layers are found and a user's plan is checked.
         plan: The user's plan, a mapping of names, optional.
-        sequence_mode: Mode of sequence parallelism; optional, defaults to unsharded sequences.
+        shards_sequence: Whether the sequence between regions is sharded over the tensor-parallel ranks.
 
     Raises:
         ConfigError: There is no plan, or it is not applicable.
@@ -377,7 +374,7 @@ def choose_plan(
             )
     check_prefixes(model)
     with without_adapters(model) as wrappers:
-        found = _choose_unadapted(model, tp_size, plan, sequence_mode)
+        found = _choose_unadapted(model, tp_size, plan, shards_sequence)
     return shard_adapters(found, wrappers)
 
 
@@ -408,15 +405,15 @@ def _read_plan(model: nn.Module, plan: UserPlan | None, tp_size: int) -> Partial
 
 
 def _choose_unadapted(
-    model: nn.Module, tp_size: int, plan: UserPlan | None, sequence_mode: str | None
+    model: nn.Module, tp_size: int, plan: UserPlan | None, shards_sequence: bool
 ) -> TensorParallelPlan:
     if plan is not None or marked_placements(model):
         partial = _read_plan(model, plan, tp_size)
     else:
         with real_tensors():
             partial = transformers_plan(model) or table_plan(model) or derive_plan(model, tp_size)
-    resolved = _resolve_plan(model, partial, sequence_mode=sequence_mode)
-    if partial.is_derived and sequence_mode in TENSOR_AXIS_MODES:
+    resolved = _resolve_plan(model, partial, shards_sequence=shards_sequence)
+    if partial.is_derived and shards_sequence:
         with real_tensors():
             check_token_wise(resolved, model)
     check_plan(resolved, model, tp_size, is_user_plan=partial.is_user_plan)
