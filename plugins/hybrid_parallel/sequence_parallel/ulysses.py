@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from booster.comm import all_to_all_single
 from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import even_sizes
@@ -182,33 +181,21 @@ class _AllToAll(Function):
         output_sizes: list[int],
         largest_size: int,
     ) -> torch.Tensor:
-        ctx.sp_group, ctx.sizes = sp_group, (send_sizes, output_sizes, largest_size)
-        return _all_to_all_uneven(send_buffer, sp_group, send_sizes, output_sizes, largest_size)
+        ctx.sp_group, ctx.sizes = sp_group, (output_sizes, send_sizes, largest_size)
+        output, send_buffer = send_buffer.new_empty(sum(output_sizes)), send_buffer.contiguous()
+        if {*send_sizes, *output_sizes} == {largest_size}:  # then the sizes of all other ranks are equal, too
+            all_to_all_single(output, send_buffer, sp_group.group)
+        else:
+            all_to_all_single(
+                output,
+                send_buffer,
+                sp_group.group,
+                output_sizes=output_sizes,
+                payload_sizes=send_sizes,
+                largest_size=largest_size,
+            )
+        return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        send_sizes, output_sizes, largest_size = ctx.sizes
-        return _all_to_all_uneven(grad, ctx.sp_group, output_sizes, send_sizes, largest_size), None, None, None, None
-
-
-def _all_to_all_uneven(
-    send_buffer: torch.Tensor,
-    sp_group: SequenceParallelGroup,
-    sizes: list[int],
-    output_sizes: list[int],
-    largest_size: int,
-) -> torch.Tensor:
-    output = send_buffer.new_empty(sum(output_sizes))
-    if {*sizes, *output_sizes} == {largest_size}:  # then the sizes of all other ranks are equal, too
-        all_to_all_single(output, send_buffer.contiguous(), sp_group.group)
-    else:
-        all_to_all_single(
-            output,
-            send_buffer.contiguous(),
-            sp_group.group,
-            output_sizes=output_sizes,
-            payload_sizes=sizes,
-            largest_size=largest_size,
-        )
-    return output
+        return _AllToAll.apply(grad, ctx.sp_group, *ctx.sizes), None, None, None, None

@@ -108,7 +108,7 @@ def all_gather_shards(x: torch.Tensor, tp_group: TensorParallelGroup, sizes: Seq
     Collective: in forward and backward.
     """
     if torch.compiler.is_compiling():
-        return _traced_all_gather(x, tp_group.number, list(sizes), dim)
+        return _traced_all_gather(x, tp_group.number, list(sizes), dim)  # type: ignore[no-any-return]
     return _Mapping.apply(x, all_gather_uneven, reduce_scatter_shards, tp_group, tuple(sizes), dim)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -121,7 +121,7 @@ def reduce_scatter_shards(
     """
     if torch.compiler.is_compiling():
         tp_group.end_traced_region()
-        return _traced_reduce_scatter(x, tp_group.number, list(sizes), dim)
+        return _traced_reduce_scatter(x, tp_group.number, list(sizes), dim)  # type: ignore[no-any-return]
     return _Mapping.apply(x, _reduce_scatter_uneven, all_gather_shards, tp_group, tuple(sizes), dim)  # type: ignore[no-untyped-call, no-any-return]
 
 
