@@ -12,14 +12,17 @@ _checkout = Path(__file__).resolve().parent.parent
 if (_checkout / "checkpoint_io" / "__init__.py").is_file() and (_checkout / "pyproject.toml").is_file():
     __path__.append(str(_checkout))  # source checkout: plugins/, kernels/, checkpoint_io/ lie beside this folder
 
-from .launch.launch import (
-    get_config,
-    get_default_parser,
-    launch,
-    launch_from_openmpi,
-    launch_from_slurm,
-    launch_from_torch,
-)
+import torch
+
+if TYPE_CHECKING or torch.distributed.is_available():  # else `booster check` says what is missing
+    from .launch.launch import (
+        get_config,
+        get_default_parser,
+        launch,
+        launch_from_openmpi,
+        launch_from_slurm,
+        launch_from_torch,
+    )
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -135,6 +138,8 @@ if not TYPE_CHECKING:  # type checkers would accept every name
 
     def __getattr__(name: str) -> object:
         """Import the module of a name; for one of `Booster` or of ColossalAI, say in the error how to reach it."""
+        if name in __all__ and not torch.distributed.is_available():
+            raise ImportError("torch was built without torch.distributed: install one from pytorch.org that has it")
         module = next((module for module, names in _MODULES.items() if name in names), None)
         if module is not None:
             value = getattr(importlib.import_module(f"{__name__}.{module}"), name)

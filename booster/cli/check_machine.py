@@ -19,13 +19,12 @@ from typing import Any
 
 import psutil
 import torch
-from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # no __all__ there
+import torch.distributed as dist
 
 from booster.device import default_backend, device_type, num_cores, num_devices
 from booster.errors import ConfigError
 from booster.kernels.build import KERNELS, BuildError, find_toolchain
 from booster.kernels.loader import kernel_mode, kernel_status
-from booster.launch.environments import available_backends
 from booster.version import __version__
 
 _NAME_WIDTH = 16
@@ -78,7 +77,7 @@ def accelerators() -> list[Finding]:
     """Return findings on torch's build and driver, nccl and every accelerator."""
     kind = device_type()
     findings = [_build()]
-    if kind == "cuda" and torch.distributed.is_available() and torch.distributed.is_nccl_available():
+    if kind == "cuda" and dist.is_available() and dist.is_nccl_available():
         version = ".".join(map(str, torch.get_device_module(kind).nccl.version()))
         findings.append(Finding(name="nccl", text=version, data={"have": version}))
     return findings + [_device(kind, index) for index in range(num_devices() if kind != "cpu" else 0)]
@@ -175,13 +174,15 @@ def _device(kind: str, index: int) -> Finding:
 
 
 _BACKENDS = ("gloo", "nccl", "mpi")
+_NO_DISTRIBUTED = "this torch was built without torch.distributed (install one from pytorch.org)"
 
 
 def torch_backends() -> Section:
     """Return the communication backends of this torch, and the default one."""
-    if not torch.distributed.is_available():
-        problem_text = "this torch was built without torch.distributed (install one from pytorch.org)"
-        return Section(title="torch", findings=[Finding(name="backends", text="MISSING", problem=problem_text)])
+    if not dist.is_available():
+        return Section(title="torch", findings=[Finding(name="backends", text="MISSING", problem=_NO_DISTRIBUTED)])
+    from booster.launch.environments import available_backends  # here: it needs torch.distributed
+
     present = available_backends()
     default = default_backend(device_type())
     text = ", ".join(f"{name} {'yes' if name in present else 'no'}" for name in _BACKENDS)
@@ -402,11 +403,15 @@ def communication(timeout_seconds: float, command: Sequence[str] = RANK_COMMAND)
     that still run at the timeout are killed and reported.
     """
     start = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="booster_check_") as folder:
-        try:
-            records, problem = _run(Path(folder), timeout_seconds, command)
-        except DistError as error:
-            records, problem = [], f"can't start a store server at localhost ({error}); {_ADVICE}"
+    records: list[dict[str, Any]] = []
+    if not dist.is_available():
+        problem: str | None = _NO_DISTRIBUTED
+    else:
+        with tempfile.TemporaryDirectory(prefix="booster_check_") as folder:
+            try:
+                records, problem = _run(Path(folder), timeout_seconds, command)
+            except dist.DistError as error:
+                problem = f"can't start a store server at localhost ({error}); {_ADVICE}"
     seconds = round(time.monotonic() - start, 3)
     if problem is None:
         return Section(title="communication", findings=[_success(records, seconds)])
@@ -420,7 +425,7 @@ def _run(folder: Path, timeout_seconds: float, command: Sequence[str]) -> tuple[
     """Run the ranks; return their records and the problem, if any."""
     deadline = time.monotonic() + timeout_seconds
     # Served by this process, so that the system chooses the port.
-    store = TCPStore("localhost", 0, None, True, wait_for_workers=False)
+    store = dist.TCPStore("localhost", 0, None, True, wait_for_workers=False)
     ranks: list[_RankProcess] = []
     try:
         for number in range(_NUM_RANKS):

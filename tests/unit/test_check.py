@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,10 +101,35 @@ def test_python_is_looked_at(capsys, monkeypatch):
     assert "Python 3.9.2 is too old" in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_check_without_distributed(capsys, monkeypatch):
-    monkeypatch.setattr("torch.distributed.is_available", lambda: False)
-    assert main(["check", "-i"]) == 1
-    assert "without torch.distributed" in capsys.readouterr().out.splitlines()[-1]
+WITHOUT_DISTRIBUTED = """
+import sys
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch.distributed":  # by these it finds out how torch was built
+            for part in ("_c10d_init", "_rpc_init", "_dist_autograd_init"):
+                vars(sys.modules["torch._C"]).pop(part, None)
+
+sys.meta_path.insert(0, Hidden())
+import booster
+from booster.cli import main
+
+print(main(["check", "-i", "--comm"]))
+try:
+    booster.Booster
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_check_without_distributed():
+    said = subprocess.check_output([sys.executable, "-c", WITHOUT_DISTRIBUTED], text=True, timeout=120)
+    *report, code, error = said.splitlines()
+    assert "  backends         MISSING" in report
+    missing = "this torch was built without torch.distributed (install one from pytorch.org)"
+    assert report[-1] == f"PROBLEMS: {missing}; two processes can't communicate: {missing}"
+    assert code == "1"
+    assert error == "torch was built without torch.distributed: install one from pytorch.org that has it"
 
 
 @pytest.fixture
