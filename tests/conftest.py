@@ -10,6 +10,10 @@ from collections.abc import Iterator
 import pytest
 from default_run import leave_cases_to_the_long_run, select_part
 
+# Threads of an operator that wait for each other leave the core to ranks and commands of other tests; they would spin
+# on it for many times what they compute. Read when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 # Set by pytest around the phases of a test, and by torch's compiler when an optimizer first imports it.
 _FOREIGN_VARIABLES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 _JOIN_SECONDS = 1.0  # for a thread that is ending

