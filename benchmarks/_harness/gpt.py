@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from _harness.engine import Step
 from torch import nn
 
-__all__ = ["GPT", "SIZES", "GPTSize", "batches", "make_gpt", "next_token_loss", "step_flops"]
+if TYPE_CHECKING:
+    from booster import Booster
+
+__all__ = [
+    "GPT",
+    "MAX_NORM",
+    "SIZES",
+    "GPTSize",
+    "batches",
+    "boosted_step",
+    "make_gpt",
+    "next_token_loss",
+    "plain_step",
+    "step_flops",
+]
+
+MAX_NORM = 1.0  # that gradients are clipped to
 
 _NUM_BATCHES = 8  # they come again after that: a step must not wait for data
 
@@ -124,6 +142,49 @@ def batches(
 def next_token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Returns the mean cross-entropy, computed in fp32."""
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def plain_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Callable[[int], Sequence[torch.Tensor]],
+    *,
+    autocasts: bool = False,
+) -> Step:
+    """Returns a step of the loop in plain torch; `autocasts` has it compute in bf16 on the CPU."""
+
+    def step(index: int) -> torch.Tensor:
+        tokens, targets = batch(index)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
+            loss = next_token_loss(model(tokens), targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def boosted_step(
+    booster: Booster,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Callable[[int], Sequence[torch.Tensor]],
+) -> Step:
+    """Returns a step of the same loop through the booster, which boosts the model."""
+    boosted, optimizer, criterion, _, _ = booster.boost(model, optimizer, next_token_loss)
+
+    def step(index: int) -> torch.Tensor:
+        tokens, targets = batch(index)
+        loss: torch.Tensor = criterion(boosted(tokens), targets)
+        booster.backward(loss, optimizer)
+        booster.clip_grad_norm_(optimizer, MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
 
 
 def step_flops(size: GPTSize) -> float:

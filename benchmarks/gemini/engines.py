@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _harness.gpt import GPT, SIZES, batches, make_gpt, next_token_loss
+from _harness import gpt
+from _harness.gpt import GPT, MAX_NORM, SIZES, batches, make_gpt
 from _harness.pair import Engine, Step
 from zero.deepspeed import build_deepspeed
 from zero.engines import BASELINE, FLOOR
@@ -46,7 +47,6 @@ AUTO = "Gemini auto, HybridAdam"
 STATES_ON_DISK = "Gemini states on disk, HybridAdam"
 ALL_ON_DISK = "Gemini all on disk, HybridAdam"
 
-_MAX_NORM = 1.0
 _DEEPSPEED_STAGE = 3
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
@@ -102,7 +102,7 @@ def engines_of(size: str, precision: str, chunk_size_m: float, directory: Path) 
         directory: For what is offloaded; who calls removes it.
     """
     peers = [engine for engine in zero_engines_of(size, precision) if engine.name in (BASELINE, FLOOR, FSDP)]
-    deepspeed = partial(build_deepspeed, size, precision, _DEEPSPEED_STAGE, adamw, _MAX_NORM)
+    deepspeed = partial(build_deepspeed, size, precision, _DEEPSPEED_STAGE, adamw, MAX_NORM)
     return [
         *peers,
         Engine(name=DEEPSPEED, build=deepspeed, requires=("deepspeed",), is_optional=True),
@@ -145,15 +145,4 @@ def boosted_step(
 
     chunks = {"min_chunk_size_m": chunk_size_m, "search_range_m": chunk_size_m}
     booster = Booster(plugin=GeminiPlugin(**{**chunks, **arguments}))
-    boosted, optimizer, criterion, _, _ = booster.boost(model, make_optimizer(model.parameters()), next_token_loss)
-
-    def step(index: int) -> torch.Tensor:
-        tokens, targets = batch(index)
-        loss: torch.Tensor = criterion(boosted(tokens), targets)
-        booster.backward(loss, optimizer)
-        booster.clip_grad_norm_(optimizer, _MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
+    return gpt.boosted_step(booster, model, make_optimizer(model.parameters()), batch)

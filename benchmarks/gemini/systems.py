@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _harness.gpt import GPT, GPTSize, batches, make_gpt, next_token_loss
+from _harness.gpt import GPT, GPTSize, batches, make_gpt, plain_step
 from _harness.pair import Step
 from gemini.engines import BASELINE, FSDP, adamw, boosted_step, hybrid_adam
 from gemini.limit import HeldMeter, confine, release
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["OURS", "SYSTEMS", "System", "Trained", "num_parameters", "shape_of", "train_confined"]
@@ -25,7 +24,6 @@ OURS = "Gemini, all on disk, HybridAdam"
 _HEAD_WIDTH = 64
 _VOCABULARY = 8192
 _SEQUENCE = 64  # few tokens: weights are to fill the memory, not activations
-_MAX_NORM = 1.0
 _CHUNK_SIZE_M = 2
 
 
@@ -139,7 +137,7 @@ def _build_ddp(shape: GPTSize, directory: Path) -> Step:
     model = make_gpt(shape)
     # Gradients live in the buckets: without it DDP holds them twice.
     replicated = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return _plain_step(replicated, adamw(model.parameters()), shape)
+    return plain_step(replicated, adamw(model.parameters()), _own_batches(shape))
 
 
 def _build_fsdp(shape: GPTSize, directory: Path) -> Step:
@@ -156,7 +154,7 @@ def _build_fsdp(shape: GPTSize, directory: Path) -> Step:
     torch.manual_seed(dist.get_rank())
     for name, parameter in model.named_parameters():
         _initialize(name, parameter)
-    return _plain_step(model, adamw(model.parameters()), shape)
+    return plain_step(model, adamw(model.parameters()), _own_batches(shape))
 
 
 def _initialize(name: str, parameter: Any) -> None:
@@ -168,19 +166,8 @@ def _initialize(name: str, parameter: Any) -> None:
         shard.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
 
 
-def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, shape: GPTSize) -> Step:
-    batch = batches(shape, dist.get_rank(), dist.get_world_size())
-
-    def step(index: int) -> torch.Tensor:
-        tokens, targets = batch(index)
-        loss = next_token_loss(model(tokens), targets)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), _MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
+def _own_batches(shape: GPTSize) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
+    return batches(shape, dist.get_rank(), dist.get_world_size())
 
 
 def _build_ours(shape: GPTSize, directory: Path) -> Step:

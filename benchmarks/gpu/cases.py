@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from _harness.engine import Engine, Step
-from _harness.gpt import SIZES, GPTSize, batches, make_gpt, next_token_loss
+from _harness.gpt import MAX_NORM, SIZES, GPTSize, batches, boosted_step, make_gpt, next_token_loss, plain_step
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from zero.fsdp import plugin_of
@@ -23,7 +23,6 @@ from zero.manual import FULL_SHARD, SHARD_GRAD_OP, STRATEGIES, policy_of, shard_
 
 __all__ = ["CASES", "Case", "SizedBuild", "boosted", "case_named", "gemini", "plain_half"]
 
-_MAX_NORM = 1.0
 _LOSS_SCALE = 2.0**12  # low enough that no step overflows: a skipped step would be a cheap one
 
 # Builds a step for a size on a device.
@@ -86,7 +85,7 @@ def _plain(size: GPTSize, device: torch.device, *, autocast: torch.dtype | None 
             loss = next_token_loss(model(tokens), targets)
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), _MAX_NORM)
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -113,7 +112,7 @@ def plain_half(
             parameter.grad = None
         if scale != 1.0:
             torch._foreach_div_([master.grad for master in masters], scale)
-        nn.utils.clip_grad_norm_(masters, _MAX_NORM)
+        nn.utils.clip_grad_norm_(masters, MAX_NORM)
         optimizer.step()
         with torch.no_grad():
             torch._foreach_copy_(working, masters)
@@ -153,18 +152,7 @@ def boosted(
         plugin=chosen_plugin,
     )
     model, batch = make_gpt(size, device) if model is None else model, batches(size, device=device)
-    model, optimizer, criterion, _, _ = booster.boost(model, make_optimizer(model.parameters()), next_token_loss)
-
-    def step(index: int) -> torch.Tensor:
-        tokens, targets = batch(index)
-        loss = criterion(model(tokens), targets)
-        booster.backward(loss, optimizer)
-        booster.clip_grad_norm_(optimizer, _MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
+    return boosted_step(booster, model, make_optimizer(model.parameters()), batch)
 
 
 def _fsdp_manual(size: GPTSize, device: torch.device, *, strategy: str, precision: str) -> Step:
@@ -173,17 +161,7 @@ def _fsdp_manual(size: GPTSize, device: torch.device, *, strategy: str, precisio
     reshards = STRATEGIES[strategy]
     shard_manual(model, policy_of(precision), reshard_after_forward=reshards, device_type=device.type)
     optimizer = _adamw(model.parameters())
-
-    def step(index: int) -> torch.Tensor:
-        tokens, targets = batch(index)
-        loss = next_token_loss(model(tokens), targets)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), _MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
+    return plain_step(model, optimizer, batch)
 
 
 def _plain_saving(size: GPTSize, device: torch.device) -> Step:

@@ -9,15 +9,13 @@ from typing import Any
 
 import torch
 from _harness.engine import Step
-from _harness.gpt import GPT, SIZES, GPTSize, batches, next_token_loss
+from _harness.gpt import GPT, SIZES, GPTSize, batches, plain_step
 from gpu.cases import SizedBuild, boosted, gemini, plain_half
-from torch import nn
 from zero.manual import policy_of
 
 __all__ = ["LADDER", "LARGE", "PLAIN", "TINY_LADDER", "LargeEngine", "large_engine"]
 
 PLAIN = "plain torch"
-_MAX_NORM = 1.0
 _CPU_CHUNK_SIZE_M = 1  # in a dry run
 # Larger ones are built lazily, where the host draws all random numbers: that takes 10 seconds a billion weights.
 _EAGER_BYTES = 8e9
@@ -105,17 +103,7 @@ def _fsdp(size: GPTSize, device: torch.device, *, offloads: bool) -> Step:
         _initialize(name, parameter)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
     batch = batches(size, device=device)
-
-    def step(index: int) -> torch.Tensor:
-        tokens, targets = batch(index)
-        loss = next_token_loss(model(tokens), targets)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), _MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
+    return plain_step(model, optimizer, batch)
 
 
 def _fsdp_plugin(size: GPTSize, device: torch.device, *, offloads: bool) -> Step:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from _harness.gpt import GPT, SIZES, batches, make_gpt, next_token_loss
+from _harness import gpt
+from _harness.gpt import GPT, MAX_NORM, SIZES, batches, make_gpt, next_token_loss, plain_step
 from _harness.pair import Engine, Step
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from zero.deepspeed import build_deepspeed
 from zero.manual import policy_of, shard_manual
@@ -25,7 +25,6 @@ __all__ = [
     "deepspeed_name",
     "engines_of",
     "our_name",
-    "plain_step",
     "probe",
     "task",
 ]
@@ -36,7 +35,6 @@ REDUNDANCY = "ZeroRedundancyOptimizer"
 STAGES = (1, 2)
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_MAX_NORM = 1.0
 
 
 def our_name(stage: int, *, hybrid_adam: bool = False) -> str:
@@ -77,7 +75,7 @@ def probe(size: str, precision: str) -> Engine:
 
 
 def _deepspeed_engine(size: str, precision: str, stage: int) -> Engine:
-    build = partial(build_deepspeed, size, precision, stage, adamw, _MAX_NORM)
+    build = partial(build_deepspeed, size, precision, stage, adamw, MAX_NORM)
     return Engine(name=deepspeed_name(stage), build=build, requires=("deepspeed",), is_optional=True)
 
 
@@ -103,34 +101,16 @@ def task(size: str) -> tuple[GPT, Callable[[int], tuple[torch.Tensor, torch.Tens
     return make_gpt(shape), batches(shape, dist.get_rank(), dist.get_world_size())
 
 
-def plain_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Callable[[int], Sequence[torch.Tensor]], autocasts: bool
-) -> Step:
-    """Returns a step of the loop in plain torch; `autocasts` has it compute in bf16."""
-
-    def step(index: int) -> torch.Tensor:
-        tokens, targets = batch(index)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
-            loss = next_token_loss(model(tokens), targets)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), _MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
-
-
 def _build_ddp(size: str, precision: str) -> Step:
     model, batch = task(size)
     replicated = DistributedDataParallel(model)
-    return plain_step(replicated, adamw(model.parameters()), batch, precision == "bf16")
+    return plain_step(replicated, adamw(model.parameters()), batch, autocasts=precision == "bf16")
 
 
 def _build_alone(size: str, precision: str) -> Step:
     """The floor: the baseline's work on each rank's own data, with nothing sent. Its losses go their own way."""
     model, batch = task(size)
-    return plain_step(model, adamw(model.parameters()), batch, precision == "bf16")
+    return plain_step(model, adamw(model.parameters()), batch, autocasts=precision == "bf16")
 
 
 def _build_redundancy(size: str) -> Step:
@@ -142,13 +122,13 @@ def _build_redundancy(size: str) -> Step:
     optimizer = ZeroRedundancyOptimizer(
         replicated.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-3, weight_decay=0.01, fused=True
     )
-    return plain_step(replicated, optimizer, batch, False)
+    return plain_step(replicated, optimizer, batch)
 
 
 def _build_fsdp(size: str, precision: str) -> Step:
     model, batch = task(size)
     shard_manual(model, policy_of(precision, torch.float32), reshard_after_forward=True)
-    return plain_step(model, adamw(model.parameters()), batch, False)
+    return plain_step(model, adamw(model.parameters()), batch)
 
 
 def _build_ours(size: str, precision: str, stage: int, make_optimizer: Callable[[Any], torch.optim.Optimizer]) -> Step:
@@ -162,19 +142,7 @@ def boosted_step(size: str, plugin: Any, make_optimizer: Callable[[Any], torch.o
     from booster import Booster
 
     model, batch = task(size)
-    booster = Booster(plugin=plugin)
-    model, optimizer, criterion, _, _ = booster.boost(model, make_optimizer(model.parameters()), next_token_loss)
-
-    def step(index: int) -> torch.Tensor:
-        tokens, targets = batch(index)
-        loss = criterion(model(tokens), targets)
-        booster.backward(loss, optimizer)
-        booster.clip_grad_norm_(optimizer, _MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
+    return gpt.boosted_step(Booster(plugin=plugin), model, make_optimizer(model.parameters()), batch)
 
 
 def _build_probe(size: str, precision: str) -> Step:

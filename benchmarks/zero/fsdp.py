@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from _harness.gpt import plain_step
 from _harness.pair import Engine, Step
-from zero.engines import adamw, boosted_step, plain_step, task
+from zero.engines import adamw, boosted_step, task
 from zero.manual import STRATEGIES, policy_of, shard_manual
 
 __all__ = ["engines_of", "manual_name", "plugin_name", "plugin_of"]
@@ -67,7 +68,7 @@ def _build_manual(size: str, precision: str, strategy: str, has_our_collectives:
     model, batch = task(size)
     reshards = STRATEGIES[strategy]
     shard_manual(model, policy_of(precision), reshard_after_forward=reshards, has_our_collectives=has_our_collectives)
-    return plain_step(model, adamw(model.parameters()), batch, False)
+    return plain_step(model, adamw(model.parameters()), batch)
 
 
 def _build_plugin(size: str, precision: str, strategy: str) -> Step:
