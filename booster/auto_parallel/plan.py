@@ -26,8 +26,16 @@ from booster.single_device import SingleDevicePlugin
 _FORMAT = "torch-booster plan"
 _VERSION = 1
 _TYPE = "type"  # key of a value that JSON has no type for
-# Dataclasses among the settings of plugins, by the modules that have them, which are imported if they occur.
+# Dataclasses of settings, and of results that ranks exchange, by their modules, which are imported if they occur.
 _DATACLASSES = {
+    "ActivationSchedule": "booster.core.activation_schedule",
+    "Candidate": "booster.estimate.candidates",
+    "CandidateResult": "booster.estimate.candidates",
+    "CheckpointMemory": "booster.estimate.simulation",
+    "MemoryEstimate": "booster.estimate.estimate",
+    "MemoryParts": "booster.estimate.allocation_tracker",
+    "RankMemory": "booster.estimate.simulation",
+    "StepTime": "booster.estimate.step_time",
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
     "Style": "booster.plugins.hybrid_parallel.tp_plan.plan",
     "Block": "booster.plugins.hybrid_parallel.tensor_parallel.shard_spec",
@@ -77,7 +85,7 @@ class ParallelPlan(PluginPlan):
             values = json.loads(Path(path).read_text(encoding="utf-8"))
             if values["format"] != _FORMAT or values["version"] != _VERSION:
                 raise ValueError(f"{values['format']!r} of version {values['version']!r}")
-            known = {one.name: _decode(values[one.name]) for one in fields(cls)}
+            known = {one.name: decode(values[one.name]) for one in fields(cls)}
             unknown = values.keys() - known.keys() - {"format", "version"}
             if unknown:
                 raise ValueError(f"the unknown entries {', '.join(sorted(unknown))}")
@@ -94,7 +102,7 @@ class ParallelPlan(PluginPlan):
             ConfigError: The file can't be written.
         """
         given = {one.name: getattr(self, one.name) for one in fields(self)}
-        values = {"format": _FORMAT, "version": _VERSION} | {name: _encode(value) for name, value in given.items()}
+        values = {"format": _FORMAT, "version": _VERSION} | {name: encode(value) for name, value in given.items()}
         target = Path(path)
         temporary = target.with_name(f"{target.name}.{os.getpid()}.part")
         try:
@@ -108,7 +116,7 @@ class ParallelPlan(PluginPlan):
     @property
     def fingerprint(self) -> list[str]:
         """Text that must be equal on all ranks."""
-        return [json.dumps(_encode(getattr(self, one.name))) for one in fields(self)]
+        return [json.dumps(encode(getattr(self, one.name))) for one in fields(self)]
 
     def check_world(self) -> None:
         """Check that the launched world has the plan's size.
@@ -152,17 +160,17 @@ class ParallelPlan(PluginPlan):
         return f"{name}: {format_size(self.memory)} per rank{time} of {batches}"
 
 
-def _encode(value: Any) -> Any:
-    """Return a value as JSON has it; dtypes and the dataclasses of settings with their type."""
+def encode(value: Any) -> Any:
+    """Return a value as JSON has it; dtypes and known dataclasses with their type."""
     if isinstance(value, torch.dtype):
         return {_TYPE: "dtype", "name": str(value).removeprefix("torch.")}
     if is_dataclass(value) and type(value).__name__ in _DATACLASSES:
         given = {one.name: getattr(value, one.name) for one in fields(value)}
-        return {_TYPE: type(value).__name__, **{name: _encode(one) for name, one in given.items()}}
+        return {_TYPE: type(value).__name__, **{name: encode(one) for name, one in given.items()}}
     if isinstance(value, Mapping):
-        return {str(key): _encode(one) for key, one in value.items()}
+        return {str(key): encode(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_encode(one) for one in value]
+        return [encode(one) for one in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise ConfigError(
@@ -171,12 +179,13 @@ def _encode(value: Any) -> Any:
     )
 
 
-def _decode(value: Any) -> Any:
+def decode(value: Any) -> Any:
+    """Return the value that `encode` was given; a list is a tuple."""
     if isinstance(value, list):
-        return tuple(_decode(one) for one in value)
+        return tuple(decode(one) for one in value)
     if not isinstance(value, dict):
         return value
-    values = {key: _decode(one) for key, one in value.items()}
+    values = {key: decode(one) for key, one in value.items()}
     kind = values.pop(_TYPE, None)
     if kind is None:
         return values

@@ -6,14 +6,12 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from booster.comm import all_gather_text, group_rank, group_size
-from booster.core.activation_schedule import ActivationSchedule
 from booster.errors import BoosterError, ConfigError
-from booster.estimate.allocation_tracker import MemoryParts
 from booster.estimate.candidates import (
     Candidate,
     CandidateResult,
@@ -28,13 +26,11 @@ from booster.estimate.candidates import (
     least_communication,
     least_memory,
 )
-from booster.estimate.estimate import MemoryEstimate, TrainingRecipe
+from booster.estimate.estimate import TrainingRecipe
 from booster.estimate.machine_profile import MachineProfile
-from booster.estimate.simulation import CheckpointMemory, RankMemory
-from booster.estimate.step_time import StepTime
 from booster.pytree import iter_tensors
 
-from .plan import ParallelPlan
+from .plan import ParallelPlan, decode, encode
 
 Objective: TypeAlias = Literal["time", "memory"]
 OBJECTIVES: tuple[Objective, ...] = ("time", "memory")
@@ -270,48 +266,16 @@ def _share(estimate: Callable[[Candidate], CandidateResult], candidates: Sequenc
         batch = candidates[begin : begin + group_size()]
         own: list[str] = []
         if group_rank() < len(batch):
-            own = [json.dumps(_to_values(estimate(batch[group_rank()])))]
+            own = [json.dumps(encode(_of(estimate(batch[group_rank()]), Candidate(plugin=""))))]
         texts = all_gather_text(f"search for a plan, round {begin // group_size()}", own)
-        values = [json.loads(one[0]) for one in texts if one]
-        found += [_from_values(one, candidate) for one, candidate in zip(values, batch, strict=True)]
+        results = [decode(json.loads(one[0])) for one in texts if one]
+        found += [_of(one, candidate) for one, candidate in zip(results, batch, strict=True)]
     return found
 
 
-def _to_values(result: CandidateResult) -> dict[str, Any]:
+def _of(result: CandidateResult, candidate: Candidate) -> CandidateResult:
+    """Return a result with another candidate in place of its own: settings of users may be of any type."""
     estimate = result.estimate
-    return {
-        "estimate": None if estimate is None else {"plugin": estimate.plugin, "memory": asdict(estimate.memory)},
-        "num_ranks": None if estimate is None else estimate.num_ranks,
-        "device_memory": None if estimate is None else estimate.device_memory,
-        "dp_size": result.dp_size,
-        "schedule": None if result.schedule is None else result.schedule.to_json(),
-        "reason": result.reason,
-        "is_internal_error": result.is_internal_error,
-        "seconds": result.seconds,
-    }
-
-
-def _from_values(values: dict[str, Any], candidate: Candidate) -> CandidateResult:
-    given = values["estimate"]
-    result = CandidateResult(
-        candidate=candidate,
-        dp_size=values["dp_size"],
-        schedule=None if values["schedule"] is None else ActivationSchedule.from_json(values["schedule"]),
-        reason=values["reason"],
-        is_internal_error=values["is_internal_error"],
-        seconds=values["seconds"],
-    )
-    if given is None:
-        return result
-    memory = given["memory"]
-    nested: dict[str, Any] = {name: MemoryParts(**memory[name]) for name in ("backward", "step", "steady_state")}
-    nested["time"] = None if memory["time"] is None else StepTime(**memory["time"])
-    nested["checkpoint"] = None if memory["checkpoint"] is None else CheckpointMemory(**memory["checkpoint"])
-    estimate = MemoryEstimate(
-        plugin=given["plugin"],
-        settings=dict(candidate.settings),
-        num_ranks=values["num_ranks"],
-        memory=RankMemory(**memory | nested),
-        device_memory=values["device_memory"],
-    )
-    return replace(result, estimate=estimate)
+    if estimate is not None:
+        estimate = replace(estimate, settings=dict(candidate.settings))
+    return replace(result, candidate=candidate, estimate=estimate)

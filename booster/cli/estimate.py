@@ -71,15 +71,14 @@ def estimate(arguments: argparse.Namespace) -> int:
         least_memory,
     )
 
-    from .estimate_jobs import EstimateJob, find_machine, prepare
+    from .estimate_jobs import estimate_all, find_machine, prepare
 
     check_training_arguments(arguments)
     candidates, recipe, source, device_memory = prepare(arguments)
     left_out = (None, "step times: left out by --no-step-time")
     profile, profile_note = left_out if arguments.no_step_time else find_machine(arguments)
     source.notes.append(profile_note)
-    job = EstimateJob(arguments=arguments, device_memory=device_memory, profile=profile)
-    results = job.run(recipe, candidates)
+    results = estimate_all(arguments, device_memory, profile, recipe, candidates)
     if arguments.json:
         print(json.dumps(_as_json(arguments, source, results, device_memory), indent=2))
     else:

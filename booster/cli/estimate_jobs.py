@@ -1,14 +1,21 @@
-"""Estimates of a command's candidates, shared by processes."""
+"""Estimates of a command's candidates, shared by processes: Python runs one at a time in each."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import multiprocessing
 import sys
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
+from typing import Any, TypeVar
 
+import torch
+
+from booster.device import num_cores
 from booster.estimate.candidates import (
     Candidate,
     CandidateResult,
@@ -19,44 +26,54 @@ from booster.estimate.candidates import (
 from booster.estimate.estimate import TrainingRecipe
 from booster.estimate.machine_profile import MachineProfile, load_profile
 from booster.estimate.model_sources import ModelSource
-from booster.estimate.processes import in_processes
 
 from .arguments import find_optimizer, load_training_model, parse_settings
 from .profile_mesh import MeasurementError, profile_for
 
+T = TypeVar("T")
+R = TypeVar("R")
 _LARGE_NUMEL, _FEW = 2**32, 4  # a model and a number of candidates that are worth other processes from the start
+_WORTHWHILE_SECONDS = 15.0  # of work that is left: another process takes some of them to start
+_function: Callable[[Any], Any] | None = None  # of a process of the pool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EstimateJob:
-    """What estimates of several candidates have in common; `profile` is None if no times are predicted."""
+def estimate_all(
+    arguments: argparse.Namespace,
+    device_memory: int | None,
+    profile: MachineProfile | None,
+    recipe: TrainingRecipe,
+    candidates: Sequence[Candidate],
+) -> list[CandidateResult]:
+    """Estimate candidates, on all cores if that takes long; report progress on stderr.
 
-    arguments: argparse.Namespace
-    device_memory: int | None
-    profile: MachineProfile | None = None
+    No times are predicted without a profile.
+    """
+    options: dict[str, Any] = {
+        "num_ranks": arguments.nproc,
+        "device_memory": device_memory,
+        "checkpoint": getattr(arguments, "checkpoint", False),  # an option of `booster estimate`
+        "profile": profile,
+        "plans_activations": arguments.checkpoint_activations == "auto",
+    }
+    numbers = itertools.count(1)
 
-    def run(self, recipe: TrainingRecipe, candidates: Sequence[Candidate]) -> list[CandidateResult]:
-        """Estimate candidates of the recipe, on all cores if that takes long; report progress on stderr."""
-        numbers = itertools.count(1)
+    def show(candidate: Candidate) -> None:  # on stderr, so that stdout has the table alone
+        print(f"[{next(numbers)}/{len(candidates)}] {candidate.name}", file=sys.stderr, flush=True)
 
-        def show(candidate: Candidate) -> None:  # on stderr, so that stdout has the table alone
-            print(f"[{next(numbers)}/{len(candidates)}] {candidate.name}", file=sys.stderr, flush=True)
+    is_large = sum(parameter.numel() for parameter in recipe.model.parameters()) >= _LARGE_NUMEL
+    return in_processes(
+        partial(estimate_candidate, recipe, **options),
+        partial(_estimator, arguments, options),
+        candidates,
+        show,
+        at_once=is_large and len(candidates) > _FEW,
+    )
 
-        is_large = sum(parameter.numel() for parameter in recipe.model.parameters()) >= _LARGE_NUMEL
-        at_once = is_large and len(candidates) > _FEW
-        return in_processes(_estimates, self, candidates, show, function=self.estimator(recipe), at_once=at_once)
 
-    def estimator(self, recipe: TrainingRecipe) -> Callable[[Candidate], CandidateResult]:
-        """Return the function that estimates a candidate."""
-        return partial(
-            estimate_candidate,
-            recipe,
-            num_ranks=self.arguments.nproc,
-            device_memory=self.device_memory,
-            checkpoint=getattr(self.arguments, "checkpoint", False),  # an option of `booster estimate`
-            profile=self.profile,
-            plans_activations=self.arguments.checkpoint_activations == "auto",
-        )
+def _estimator(arguments: argparse.Namespace, options: dict[str, Any]) -> Callable[[Candidate], CandidateResult]:
+    """Return the function that estimates a candidate, in another process."""
+    recipe, _ = _load_recipe(arguments)
+    return partial(estimate_candidate, recipe, **options)
 
 
 def find_machine(arguments: argparse.Namespace) -> tuple[MachineProfile | None, str]:
@@ -87,7 +104,71 @@ def _load_recipe(arguments: argparse.Namespace) -> tuple[TrainingRecipe, ModelSo
     return recipe, source
 
 
-def _estimates(job: EstimateJob) -> Callable[[Candidate], CandidateResult]:
-    """Return the function that estimates a candidate of a job, in another process."""
-    recipe, _ = _load_recipe(job.arguments)
-    return job.estimator(recipe)
+def in_processes(
+    function: Callable[[T], R],
+    make_function: Callable[[], Callable[[T], R]],
+    items: Sequence[T],
+    on_start: Callable[[T], None],
+    *,
+    at_once: bool = False,
+) -> list[R]:
+    """Return the results of a function for all items, in their order.
+
+    This process runs them one by one. When the work that is left would take long, or at once if asked for, new
+    processes on the other cores take items, too. They start anew: a copy of this process would lack its threads.
+
+    Args:
+        function: The function, in this process.
+        make_function: Function that returns it in another process, to which it is sent, as items and results are.
+        items: Items.
+        on_start: Called in this process, on any thread, with each item when its turn comes.
+        at_once: If True, new processes are started before the first item shows how long it takes.
+    """
+    results: dict[int, R] = {}
+    left = deque(range(len(items)))
+    started = time.monotonic()
+
+    def run_next(call: Callable[[T], R]) -> bool:
+        try:
+            index = left.popleft()
+        except IndexError:
+            return False
+        on_start(items[index])
+        results[index] = call(items[index])
+        return True
+
+    def is_worthwhile() -> bool:
+        seconds = (time.monotonic() - started) / len(results) * len(left) if results else 0.0
+        return len(left) > 1 and num_cores() > 1 and (at_once or seconds > _WORTHWHILE_SECONDS)
+
+    while left and not is_worthwhile():
+        run_next(function)
+    if left:
+        count = min(num_cores() - 1, len(left) - 1)
+        pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _prepare, (make_function,))
+        with pool, ThreadPoolExecutor(count) as threads:  # each waits for a process, an item at a time
+
+            def run_in_pool() -> None:
+                while run_next(lambda item: pool.submit(_call, item).result()):
+                    pass
+
+            others = [threads.submit(run_in_pool) for _ in range(count)]
+            try:
+                while run_next(function):
+                    pass
+                for one in others:
+                    one.result()
+            finally:
+                left.clear()
+    return [results[index] for index in range(len(items))]
+
+
+def _prepare(make_function: Callable[[], Callable[[Any], Any]]) -> None:
+    global _function
+    torch.set_num_threads(1)
+    _function = make_function()
+
+
+def _call(item: Any) -> Any:
+    assert _function is not None
+    return _function(item)

@@ -75,13 +75,12 @@ def plan(arguments: argparse.Namespace) -> int:
     from booster.auto_parallel.search import refuse_small_batches, search
     from booster.estimate.candidates import to_json
 
-    from .estimate_jobs import EstimateJob, prepare
+    from .estimate_jobs import estimate_all, prepare
 
     _check(arguments)
     num_ranks = arguments.nproc
     candidates, recipe, source, device_memory = prepare(arguments)
     profile, note = _machine(arguments)
-    job = EstimateJob(arguments=arguments, device_memory=device_memory, profile=profile)
     result = search(
         recipe,
         candidates,
@@ -91,7 +90,7 @@ def plan(arguments: argparse.Namespace) -> int:
         profile=profile,
         needs_accelerator_to_offload=not arguments.settings,
         refusals=lambda one: "" if arguments.settings else refuse_small_batches(one, num_ranks, recipe),
-        estimate_all=partial(job.run, recipe),
+        estimate_all=partial(estimate_all, arguments, device_memory, profile, recipe),
     )
     found = None if result.best is None else result.plan(recipe, num_ranks)
     if arguments.json:

@@ -118,9 +118,9 @@ ALLOWED = {
     "checkpoint_io/parallel.py": {
         "pool.shutdown": OWN_THREADS,
     },
-    "booster/estimate/processes.py": {
-        "future.result": "a process of this machine, which computes on fake tensors, or breaks the pool",
-        "pool.shutdown": "as above",
+    "booster/cli/estimate_jobs.py": {
+        "one.result": "a thread that waits for such processes",
+        "pool.submit(_call, item).result": "a process of this machine, which computes, or breaks the pool",
     },
     "kernels/disk_io.py": {
         "requests.get": "a daemon's thread, which works until it is told to end",

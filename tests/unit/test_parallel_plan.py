@@ -18,11 +18,11 @@ from booster import AutoPlugin, Booster, ParallelPlan
 from booster.auto_parallel.auto_plugin import first_batch
 from booster.auto_parallel.search import refuse_pipelines, refuse_small_batches, search
 from booster.cli import main
+from booster.cli.estimate_jobs import in_processes
 from booster.errors import ConfigError
 from booster.estimate.candidates import Candidate, find_candidates
 from booster.estimate.data_sheets import DEVICES, LINKS, profile_of_data_sheets
 from booster.estimate.estimate import TrainingRecipe
-from booster.estimate.processes import in_processes
 from booster.mixed_precision import BF16MixedPrecision
 from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import Block
 from booster.plugins.hybrid_parallel.tp_plan.plan import Style
@@ -197,11 +197,11 @@ def test_an_asked_precision_replaces_fsdps_own_policy():
 def test_processes_share_the_work_in_order(at_once):
     seen = []
     given = [-1, 2, -3, 4, -5]
-    found = in_processes(partial, abs, given, seen.append, at_once=at_once)
+    found = in_processes(abs, partial(partial, abs), given, seen.append, at_once=at_once)
     assert found == [1, 2, 3, 4, 5]
     assert sorted(seen) == sorted(given)
     with pytest.raises(ValueError, match="invalid literal for int"):
-        in_processes(partial, int, ["1", "x", "y"], seen.append, at_once=at_once)
+        in_processes(int, partial(partial, int), ["1", "x", "y"], seen.append, at_once=at_once)
 
 
 # Batches.
