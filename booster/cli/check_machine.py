@@ -425,7 +425,7 @@ def _run(folder: Path, timeout_seconds: float, command: Sequence[str]) -> tuple[
     """Run the ranks; return their records and the problem, if any."""
     deadline = time.monotonic() + timeout_seconds
     # Served by this process, so that the system chooses the port.
-    store = dist.TCPStore("localhost", 0, None, True, wait_for_workers=False)
+    store = dist.TCPStore("localhost", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]  # no __all__ there
     ranks: list[_RankProcess] = []
     try:
         for number in range(_NUM_RANKS):
