@@ -23,7 +23,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, Train
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from booster.errors import ConfigError
 
 # FSDP2's search for tensors in outputs; before torch 2.13 it searched pytrees.
 _collect: Callable[[Any], Sequence[torch.Tensor]] | None = getattr(_common_utils, "collect_grad_tensors", None)
@@ -34,6 +36,75 @@ def hooked_tensors(output: Any) -> Sequence[torch.Tensor]:
     if _collect is not None:
         return _collect(output)
     return [one for one in tree_leaves(output) if isinstance(one, torch.Tensor) and one.requires_grad]
+
+
+# Note [Parts of sharded weights]
+# DTensor gathers a view across the sharded dimension, such as a row, into a copy, and a write to it is lost without a
+# word. So the tensor that the model shows between forwards is of a subclass. What operators return for it is, too, and
+# knows whether it is such a copy. The operators themselves run on plain DTensors.
+class ShardedWeight(DTensor):
+    """DTensor that refuses writes to copies; see Note [Parts of sharded weights]."""
+
+    __slots__ = ()
+
+    @classmethod
+    @torch._disable_dynamo
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        returned: dict[int, DTensor] = {}  # what writes return is what was given
+
+        def plain(tensor: DTensor) -> DTensor:
+            if type(tensor) is not cls:
+                return tensor
+            one = DTensor(tensor._local_tensor, tensor._spec, requires_grad=tensor.requires_grad)
+            returned[id(one)] = tensor
+            return one
+
+        def weight(tensor: DTensor) -> DTensor:
+            if id(tensor) in returned:
+                return returned[id(tensor)]
+            tensor.__class__ = cls  # type: ignore[assignment]
+            if is_view:
+                tensor.__dict__["_is_copy"] = _is_copy(sources[0]) or not _has_memory_of(tensor, sources[0])
+            return tensor
+
+        schema = func._schema
+        given = [*args, *(kwargs.get(one.name) for one in schema.arguments[len(args) :])]
+        for argument, value in zip(schema.arguments, given, strict=True):
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            if is_written and any(_is_copy(one) for one in tree_leaves(value)):
+                raise ConfigError(
+                    "a write to a part of a weight that is sharded over the ranks would be lost: the part is a copy,"
+                    " gathered from all ranks. Write to it inside of `with model.gathered():`, or to the whole weight"
+                )
+        sources = [one for one in tree_leaves(given) if isinstance(one, cls)]
+        is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns)
+        plain_args, plain_kwargs = tree_map_only(DTensor, plain, (tuple(args), kwargs))
+        try:
+            return tree_map_only(DTensor, weight, func(*plain_args, **plain_kwargs))
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise RuntimeError(
+                f"{error} A weight is sharded over the ranks here: use it with other tensors inside of"
+                " `with model.gathered():`"
+            ) from error
+
+
+def _is_copy(tensor: Any) -> bool:
+    return isinstance(tensor, ShardedWeight) and tensor.__dict__.get("_is_copy", False)
+
+
+def _has_memory_of(view: DTensor, source: DTensor) -> bool:
+    """Whether a view is in the memory of its source; without elements it is."""
+    local, of_source = view._local_tensor, source._local_tensor
+    return local.numel() == 0 or local.untyped_storage().data_ptr() == of_source.untyped_storage().data_ptr()
+
+
+def _refuse_lost_writes(parameter: nn.Parameter) -> None:
+    parameter.__class__ = ShardedWeight  # type: ignore[assignment]
+    if type(parameter.detach()) is not ShardedWeight:  # torch before 2.13 does not call subclasses of DTensor
+        parameter.__class__ = DTensor  # type: ignore[assignment]
 
 
 # One parameter has several tensors: the user's from before boost(), the sharded one that the model shows between
@@ -96,6 +167,7 @@ class ShardedParam:
         start = min(numel, rank * self.padded_numel)
         self.flat_range = (start, min(numel, start + self.padded_numel))
         _share_attributes(self.original, self.parameter)
+        _refuse_lost_writes(self.parameter)
         info = fsdp_param._module_info
         places = zip(self.modules, [info.param_name, *info.shared_param_names], strict=True)
         is_plain = all(type(module).__setattr__ is nn.Module.__setattr__ for module in self.modules)

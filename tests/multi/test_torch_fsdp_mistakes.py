@@ -17,6 +17,7 @@ from booster import Booster
 from booster.device import current_device
 from booster.errors import ConfigError, DesyncError
 from booster.plugins import GeminiPlugin, TorchFSDPPlugin
+from booster.plugins.torch_fsdp.fsdp2_internals import ShardedWeight
 
 pytestmark = pytest.mark.on_device
 
@@ -58,6 +59,64 @@ def test_a_model_that_changes_its_format_after_boost(name):
     getattr(model.unwrap(), name)()
     with pytest.raises(ConfigError, match="was replaced after boost"):
         model(torch.ones(1, 5, device=current_device()))
+
+
+def _first_rows_to_last(weight):
+    weight[:2] = weight[4:]
+
+
+PARTS = {
+    "a row": lambda weight: weight[3].zero_(),
+    "a row of data": lambda weight: weight.data[3].zero_(),
+    "rows": _first_rows_to_last,
+    "a chunk": lambda weight: weight.chunk(2)[1].mul_(0.5),
+    "a flat view": lambda weight: weight.view(-1)[:7].mul_(0.5),
+    "flattened": lambda weight: weight.flatten()[:7].zero_(),
+    "the diagonal": lambda weight: weight.diagonal().zero_(),
+    "an initializer": lambda weight: nn.init.ones_(weight[:2]),
+    "a list": lambda weight: torch._foreach_mul_([weight[:2], weight[2:]], 0.5),
+    "out": lambda weight: torch.neg(weight[0], out=weight[1]),
+}
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("part", PARTS)
+def test_a_write_to_a_part_of_a_weight_that_would_be_lost(part):
+    _, model, _ = boosted(nn.Sequential(nn.Linear(5, 6), nn.Tanh()))
+    weight = model.unwrap()[0].weight
+    if not isinstance(weight, ShardedWeight):
+        pytest.skip("torch before 2.13 does not call subclasses of DTensor")
+    before = model.state_dict()
+    with torch.no_grad(), pytest.raises(ConfigError, match=r"part is a copy.*Write to it inside of `with model.gath"):
+        PARTS[part](weight)
+    with torch.no_grad(), model.gathered():
+        PARTS[part](model.unwrap()[0].weight)
+    assert not torch.equal(model.state_dict()["0.weight"], before["0.weight"])
+
+
+@distributed(world_size=2)
+def test_writes_to_whole_weights_and_columns_hold_between_steps():
+    booster, model, optimizer = boosted()
+    plain = net().to(booster.device)
+    for weight in (model.unwrap()[0][0].weight, plain[0][0].weight):
+        with torch.no_grad():
+            weight.mul_(0.5)
+            weight[:, 1:3].add_(1)
+            weight.t()[4].zero_()
+            torch._foreach_mul_([weight], 1.5)
+            assert float(weight[3].sum()) != 0  # a part may be read
+    torch.testing.assert_close(model.state_dict()["0.0.weight"], plain[0][0].weight.detach())
+
+
+@distributed(world_size=2)
+def test_a_weight_meets_another_tensor_between_steps():
+    _, model, _ = boosted()
+    weight = model.unwrap()[0][0].weight
+    if not isinstance(weight, ShardedWeight):
+        pytest.skip("torch before 2.13 does not call subclasses of DTensor")
+    for use in (lambda: weight @ weight.t() - torch.eye(5), lambda: torch.zeros(5, 5).lerp_(weight, 0.5)):
+        with torch.no_grad(), pytest.raises(RuntimeError, match=r"with other tensors inside of `with model.gathered"):
+            use()
 
 
 @distributed(world_size=2)
