@@ -96,7 +96,7 @@ def test_a_write_to_a_part_of_a_weight_that_would_be_lost(part):
 
 @distributed(world_size=2)
 def test_writes_to_whole_weights_and_columns_hold_between_steps():
-    booster, model, optimizer = boosted()
+    booster, model, _ = boosted()
     plain = net().to(booster.device)
     for weight in (model.unwrap()[0][0].weight, plain[0][0].weight):
         with torch.no_grad():
