@@ -190,6 +190,22 @@ def check_memory_is_apart(model: nn.Module, trained: list[nn.Parameter]) -> None
             )
 
 
+def check_weights_stay_equal(model: nn.Module, dp_size: int) -> None:
+    """Check that no module's forward writes to weights that several ranks hold.
+
+    Raises:
+        ConfigError: One does.
+    """
+    for name, module in model.named_modules() if dp_size > 1 else ():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise ConfigError(
+                f"{name!r} has max_norm={module.max_norm}: its forward scales the rows that are looked up, on each of"
+                f" the {dp_size} ranks others, so that their weights would differ. Leave max_norm out, and after"
+                f" optimizer.step() scale all rows under torch.no_grad(), by"
+                f" weight.renorm_({module.norm_type:g}, 0, {module.max_norm})"
+            )
+
+
 def refuse_conversion(model: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], where: str) -> None:
     """Check that `nn.Module._apply(fn)` changes neither dtype nor device of a boosted model's parameters.
 

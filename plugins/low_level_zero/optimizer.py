@@ -260,7 +260,8 @@ class ZeroOptimizer(ShardedOptimizer):
         return bucket.group.is_offloaded and bucket.grad_shard is not None
 
     def _has_gradients(self) -> bool:
-        return any(one.is_local for one in self._reducer.param_grads) or any(
+        # Also one that was set by hand, which is refused.
+        return any(one.is_local or one.parameter.grad is not None for one in self._reducer.param_grads) or any(
             bucket.grad_shard is not None for bucket in self._reducer.buckets
         )
 

@@ -243,6 +243,15 @@ class ShardedOptimizer(OptimizerWrapper):
         found = [index for index, group in enumerate(self.param_groups) if any(True for _ in self._unfrozen(group))]
         if found:
             self._check_no_accumulated_gradients("unfreezing a parameter")
+            sharded = {id(one) for one in self._model_param_of.values()}
+            for index in found:
+                new = list(map(id, self._unfrozen(self.param_groups[index])))
+                if not sharded.isdisjoint(new) or any(one not in self._names for one in new):
+                    raise ConfigError(
+                        f"the parameters of optimizer.param_groups[{index}], this rank's shards, were replaced: add"
+                        " modules before boost(), frozen if they train later, and give their parameters to"
+                        " optimizer.add_param_group()"
+                    )
             self._reshard(found)
 
     def _unfrozen(self, group: Mapping[str, Any]) -> Iterator[nn.Parameter]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,7 +21,7 @@ from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.lazy_init import check_materialized, move_to_device
 from booster.mixed_precision import mixed_precision_names
-from booster.plugins.base import DistributedPlugin, WrappedPair, arguments_of
+from booster.plugins.base import DistributedPlugin, WrappedPair, arguments_of, check_weights_stay_equal
 from booster.plugins.sync_batch_norm import convert_batch_norm
 from booster.pytree import map_tensors
 
@@ -97,6 +98,7 @@ class TorchDDPPlugin(DistributedPlugin):
 
     def check(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         check_materialized(model)
+        check_weights_stay_equal(model, self.dp_size)
 
     def place(self, model: nn.Module, optimizer: Optimizer | None, checked: None = None) -> None:
         move_to_device(model, optimizer, self._device)
@@ -176,6 +178,21 @@ class DDPOptimizer(OptimizerWrapper):
     """Optimizer wrapper of replicated models; gradients are averaged in backward."""
 
     model: DDPModel
+    _checked_lists: Sequence[tuple[int, int]] = ()
+
+    def _begin_accumulation(self, num_items: float | None) -> None:
+        lists = [(id(group["params"]), len(group["params"])) for group in self.param_groups]
+        reducer = self.model.reducer
+        if reducer is not None and lists != self._checked_lists:
+            for index, group in enumerate(self.param_groups):
+                if not all(reducer.knows(self.model_parameter(one)) for one in group["params"]):
+                    raise ConfigError(
+                        f"optimizer.param_groups[{index}] got a parameter that the model did not have at boost(), whose"
+                        " gradient would not be averaged over the ranks: add modules before boost(), frozen if they"
+                        " train later, and give their parameters to optimizer.add_param_group()"
+                    )
+            self._checked_lists = lists
+        super()._begin_accumulation(num_items)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters that the model had at boost().
@@ -204,7 +221,7 @@ class DDPOptimizer(OptimizerWrapper):
     def _end_step(self) -> None:
         super()._end_step()
         if self.model.reducer is not None:
-            self.model.reducer.num_steps = self._num_steps
+            self.model.reducer.end_step(self._num_steps)
 
     def restore_accumulation(self, accumulation: AccumulationState, num_microbatches: int) -> None:
         super().restore_accumulation(accumulation, num_microbatches)

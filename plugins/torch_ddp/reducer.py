@@ -83,9 +83,6 @@ class Reducer:
             parameters; optional, defaults to the world group.
         overlaps: If True, buckets are reduced while backward runs.
         has_optimizer: If True, the model was boosted with an optimizer.
-
-    Attributes:
-        num_steps: Number of steps of that optimizer.
     """
 
     def __init__(
@@ -103,7 +100,7 @@ class Reducer:
         self._overlaps = overlaps
         self._has_optimizer = has_optimizer
         self._number = next(_numbers)
-        self.num_steps = 0
+        self._num_steps, self._stepped_at = 0, _num_backwards
         self._synchronizes = True
         self._reduces_now = self._reduced_in_backward = False
         self._may_be_local = False
@@ -193,16 +190,25 @@ class Reducer:
         _reduce_due()
 
     def reduce_rest(self) -> None:
-        """Reduce gradients that no backward has reduced: those of `no_sync` or of another optimizer's backward.
+        """Reduce gradients that no backward has reduced.
 
-        Collective, if such a backward ran since the last reduction.
+        Those are of `no_sync`, of another optimizer's backward, or set by hand, as from `torch.autograd.grad`.
+
+        Collective, if such a backward ran since the last reduction, or if none ran since the last step and there are
+        gradients.
         """
+        if self._stepped_at == _num_backwards and any(grad.parameter.grad is not None for grad in self._grads):
+            self.mark_local()
         if not self._may_be_local and self._reduced_at == _num_backwards:
             return
         is_local = any(grad.is_local and grad.parameter.grad is not None for grad in self._grads)
         if any(any_rank([is_local], self._control_group)):
             self.reduce()
         self._note_reduced()
+
+    def end_step(self, num_steps: int) -> None:
+        """Note the end of a step of the model's optimizer, and how many there were."""
+        self._num_steps, self._stepped_at = num_steps, _num_backwards
 
     def reduce(self) -> None:
         """Average all gradients over the ranks, including averaged ones. Collective over the group."""
@@ -390,7 +396,7 @@ class Reducer:
                 )
             return self._static_use, [False] * len(self._buckets)
         repeated = [any(grad.is_local for grad in bucket.grads) for bucket in self._buckets]
-        step = [self.num_steps & 1, self.num_steps & 2, self.num_steps & 4]
+        step = [self._num_steps & 1, self._num_steps & 2, self._num_steps & 4]
         flags = any_rank([*mine, *repeated, *map(bool, step), *map(operator.not_, step)], self._control_group)
         if any(map(operator.and_, flags[-6:-3], flags[-3:])):  # a bit that is 1 on one rank and 0 on another
             self._raise_step_difference()
@@ -400,7 +406,7 @@ class Reducer:
         return used, flags[len(mine) :]
 
     def _raise_step_difference(self) -> None:
-        steps = [step for (step,) in all_gather_numbers([self.num_steps], self._control_group)]
+        steps = [step for (step,) in all_gather_numbers([self._num_steps], self._control_group)]
         each = ", ".join(f"rank {rank} after step {step}" for rank, step in enumerate(steps))
         raise DesyncError(
             f"the ranks average gradients of different steps: {each}. A rank has left out a backward() before its step,"

@@ -304,6 +304,48 @@ def test_a_grad_scaler_beside_the_boosters_loss_scale(fused):
         scaler.step(pair.optimizer)
 
 
+@pytest.mark.parametrize("strategy", FP32)
+@distributed(2)
+def test_gradients_of_autograd_grad_that_are_set_by_hand(strategy):
+    pair = Pair(FP32[strategy](), sgd)
+
+    def train(model, loss, optimizer):
+        parameters = list(model.parameters())
+        for parameter, grad in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter.grad = grad
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for step in range(2):
+        loss, plain_loss = pair.losses(step)
+        if strategy != "ddp":
+            with pytest.raises(ConfigError, match=r"was set by hand|torch.autograd.grad\(\) with the weight"):
+                train(pair.model, loss, pair.optimizer)
+            return
+        train(pair.model, loss, pair.optimizer)
+        train(pair.plain, plain_loss, pair.plain_optimizer)
+    pair.train(2)
+    pair.assert_equal()
+
+
+@pytest.mark.parametrize("strategy", FP32)
+@distributed(2)
+def test_parameters_of_a_group_that_are_replaced_after_boost(strategy):
+    pair = Pair(FP32[strategy](), sgd)
+    pair.train(0)
+    pair.optimizer.param_groups[0]["params"] = [*pair.model.parameters(), torch.nn.Parameter(torch.zeros(2))]
+    with pytest.raises(ConfigError, match=r"optimizer\.param_groups\[0\].*add modules before boost"):
+        pair.backward(1)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "hybrid_dp", "hybrid_zero"])
+@distributed(2)
+def test_an_embedding_that_scales_its_rows_would_differ_between_ranks(strategy):
+    booster, model = FP32[strategy](), torch.nn.Sequential(torch.nn.Embedding(4, 3, max_norm=1.0))
+    with pytest.raises(ConfigError, match=r"'0' has max_norm=1.0.*weight\.renorm_\(2, 0, 1\.0\)"):
+        booster.boost(model, sgd(model.parameters()))
+
+
 @pytest.mark.parametrize("inputs", ["a list", "a generator", "one", "a dictionary"])
 @distributed(2)
 def test_autograd_grad_of_weights_that_fsdp_shards_is_an_error(inputs):
