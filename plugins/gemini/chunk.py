@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 
@@ -110,8 +110,11 @@ class ChunkParam:
     has_grad_hook: bool = False
     is_overwritten: bool = False
     version: int = 0
-    shown_class: type = nn.Parameter
-    hidden_class: type = nn.Parameter
+    shown_class: type = field(init=False)
+    hidden_class: type = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shown_class = self.hidden_class = type(self.parameter)
 
     def set_state(self, state: TensorState) -> None:
         """Change the state; raise `RuntimeError` if the transition is illegal."""
@@ -348,6 +351,8 @@ class Chunk:
 
     def clear(self) -> None:
         """Drop the parameters, which are frozen and not in use, with all memory."""
+        for param in self.params:
+            param.show()
         self.weights.drop()
         self.layout = replace(self.layout, numel=0, regions=())
         self.master = self.weights = ChunkShard(0, self.layout.dtype, self.weights.device)

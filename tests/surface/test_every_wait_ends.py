@@ -156,14 +156,6 @@ ALLOWED = {
         "message.wait": OPERATION,
         "transfer.wait": OPERATION,
     },
-    "plugins/hybrid_parallel/expert_parallel/experts.py": {
-        "outputs.wait": OPERATION,
-        "started.wait": OPERATION,
-    },
-    "plugins/hybrid_parallel/expert_parallel/loops.py": {
-        "start_return_tokens(rows[:0] + row_weights.sum() if outputs is None else outputs, dispatch).wait": OPERATION,
-        "start_send_tokens(tokens, weights, dispatch).wait": OPERATION,
-    },
     "plugins/hybrid_parallel/sequence_parallel/recorded_outputs.py": {
         "collector.get": "a variable of the context",
     },

@@ -102,24 +102,6 @@ def test_offloaded_weights_are_read_when_they_are_gathered(tmp_path):
     tier.close()
 
 
-def test_a_parameter_that_was_given_up_is_left_alone():
-    bench = Bench()
-    gone, slot = bench.parameters[1], bench.slots[1]
-    gone.data = torch.ones(7)
-    bench.chunk.remove(slot)
-    bench.chunk.update_expected()
-    bench.gather()
-    assert bench.shows_weights([0, 2, 3])
-    assert torch.equal(gone, torch.ones(7))
-    for index, one in enumerate(bench.slots):
-        one.parameter.grad = torch.full(one.region.shape, float(index))
-        bench.chunk.on_grad_ready(one, bench.take)
-    assert bench.chunk.is_complete
-    bench.reduce()
-    flat = bench.chunk.grad_shard.as_tensor()
-    assert all(bool((one.view_in(flat) == index).all()) for index, one in enumerate(bench.slots))
-
-
 def test_bytes_in_memory_are_those_of_parts_and_kept_weights(tmp_path):
     bench = Bench(dtype=torch.bfloat16)
     numel = bench.layout.numel
