@@ -615,7 +615,7 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Asked by a step of torch's GradScaler, of which the user's optimizer would not see the scale."""
-        if self._uses_param_grads():
+        if self.loss_scaler is None and not self._has_copies():
             return False
         raise ConfigError(
             "a step by torch's GradScaler, which unscales `p.grad`, and this optimizer has its gradients elsewhere, or"

@@ -19,7 +19,7 @@ from booster.comm import (
     raise_on_all_ranks,
     start_all_gather,
 )
-from booster.errors import CheckpointError, ConfigError
+from booster.errors import ConfigError
 from booster.interface import ModelWrapper, TensorSlice
 from booster.kernels.checksum import crc32
 from booster.lazy_init import is_lazy, materialize_tensor
@@ -235,22 +235,10 @@ class GeminiModel(ModelWrapper):
         self.require_complete()
         kwargs["keep_vars"] = True
         state = self.module.state_dict(*args, **kwargs)
-        if any(True for _ in self._derived(state)):
-            with self._summoned():
-                state = self.module.state_dict(*args, **kwargs)
-                copies = {id(one): one.detach().clone() for one in state.values() if isinstance(one, torch.Tensor)}
-        else:
-            copies = self._copies(state)
+        copies = self._copies(state)
         for name, value in list(state.items()):
             state[name] = copies.get(id(value), value)  # tied ones stay tied
         return state
-
-    def _derived(self, state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield tensors computed by hooks or get_extra_state(), possibly from sharded weights."""
-        own = self._chunk_params().keys() | {id(buffer) for buffer in self.module.buffers()}
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and id(value) not in own:
-                yield name, value
 
     def _copies(self, state: Mapping[str, Any]) -> dict[int, torch.Tensor]:
         """Return copies of a state dict's tensors by `id`, gathered chunk by chunk. Collective."""
@@ -365,12 +353,6 @@ class GeminiModel(ModelWrapper):
     def _named_state(self) -> list[tuple[list[str], torch.Tensor]]:
         """Return the tensors of the model's state dict, each with all of its names."""
         state, params = self.module.state_dict(keep_vars=True), self._chunk_params()
-        for name, value in self._derived(state):
-            if value.is_floating_point() and value.numel() > 0 and bool(value.isnan().all()):
-                raise CheckpointError(
-                    f"{name!r} of the model's state dict is computed by a hook or get_extra_state() from weights that"
-                    " are not gathered: save inside of `with model.gathered():`"
-                )
         parameters = {name: value for name, value in state.items() if id(value) in params}
         others = {name: value for name, value in state.items() if id(value) not in params}
         groups: dict[int, list[str]] = {}

@@ -362,16 +362,13 @@ def add_doubled(module: nn.Module, state: dict, prefix: str, metadata: dict) -> 
 
 @distributed(world_size=2)
 @pytest.mark.parametrize("policy", ["static", "on disk"])
-def test_what_a_hook_computes_of_weights_is_right_or_an_error(tmp_path, policy):
+def test_what_a_hook_computes_of_weights_is_right(tmp_path, policy):
     net = Net()
     net.register_state_dict_post_hook(add_doubled)
     job = Job(policy, net=net)
     expected = 2 * Net().wide.weight
     assert torch.equal(job.weights()["doubled"].cpu(), expected)
-    with pytest.raises(CheckpointError, match=r"'doubled'.*model\.gathered"):
-        job.booster.save_model(job.model, tmp_path / "m.safetensors")
-    with job.model.gathered():
-        job.booster.save_model(job.model, tmp_path / "m.safetensors")
+    job.booster.save_model(job.model, tmp_path / "m.safetensors")
     found = load_file(tmp_path / "m.safetensors")
     assert torch.equal(found["doubled"], expected)
     assert torch.equal(found["wide.weight"], expected / 2)
