@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.comm import (
+    all_gather_numbers,
     all_reduce_max,
     all_reduce_sum,
     any_rank,
@@ -30,7 +31,7 @@ from booster.interface import ModelWrapper, set_shard_spec, shard_spec_of
 from booster.kernels.checksum import tensor_crc32
 from booster.plugins.low_level_zero.model import ZeroModel
 from booster.plugins.sharding.buffer_pool import broadcast_coalesced
-from booster.pytree import iter_tensors
+from booster.pytree import iter_tensors, map_tensors
 from booster.rng_state import get_rng_state, set_rng_state
 
 from .expert_parallel.experts import ExpertParallelGroup
@@ -41,6 +42,11 @@ from .pipeline_parallel.stage_module import StageModel
 from .pipeline_parallel.stage_partition.stage_plan import ModelChunk
 from .sequence_parallel.group import SequenceParallelGroup
 from .tensor_parallel.group import TensorParallelGroup
+from .tensor_parallel.mappings import gather_from_tp_region
+from .tp_plan.attention_heads import NUM_QUERY_NAMES
+
+# Outputs of transformers' models with the attention weights of each layer.
+_ATTENTIONS = ("attentions", "encoder_attentions", "decoder_attentions", "cross_attentions")
 
 _COMPARED_BATCHES = 3  # number of first training forwards and backwards whose batches and losses ranks compare
 _SAME_BATCH = (
@@ -126,7 +132,7 @@ class HybridModel(ZeroModel):
         Collective: yes.
         """
         try:
-            return super().forward(*args, **kwargs)
+            return self._with_all_heads(super().forward(*args, **kwargs))
         finally:
             self.reset_parallel_state()
 
@@ -192,13 +198,30 @@ class HybridModel(ZeroModel):
         self.reset_parallel_state()
         try:
             if self.precision is None:
-                return run_chunk(self.module, self._stage_model.context, chunk, received, batch)
+                boundary, outputs = run_chunk(self.module, self._stage_model.context, chunk, received, batch)
+                return boundary, self._with_all_heads(outputs)
             (batch,), _ = self.precision.convert_inputs((batch,), {})
             with self.precision.forward_context(self._compute_device_type):
                 boundary, outputs = run_chunk(self.module, self._stage_model.context, chunk, received, batch)
-            return boundary, self.precision.convert_outputs(outputs)
+            return boundary, self._with_all_heads(self.precision.convert_outputs(outputs))
         finally:
             self.reset_parallel_state()
+
+    def _with_all_heads(self, outputs: Any) -> Any:
+        """Gather the attention weights in an output of transformers, of which each rank has those of its heads."""
+        if self._tp_group is None or not isinstance(outputs, Mapping) or not any(map(outputs.get, _ATTENTIONS)):
+            return outputs
+        num_heads = set(_numbers_of_heads(getattr(self.module, "config", None)))
+
+        def all_heads(weights: torch.Tensor) -> torch.Tensor:
+            if weights.dim() != 4 or weights.shape[1] in num_heads:  # (sequences, heads, queries, keys)
+                return weights
+            sizes = [size for (size,) in all_gather_numbers([weights.shape[1]], self._tp_group.group)]
+            return gather_from_tp_region(weights, self._tp_group, sizes, dim=1)
+
+        for key in filter(outputs.get, _ATTENTIONS):
+            outputs[key] = map_tensors(all_heads, outputs[key])  # type: ignore[index]
+        return outputs
 
     def check_independent(self, tensors: Sequence[torch.Tensor]) -> None:
         """Check that tensors do not depend on this stage's placeholders; see `PlaceholderModules.check_independent`."""
@@ -395,6 +418,15 @@ class HybridModel(ZeroModel):
         for name, parameter in self.module.named_parameters():
             set_shard_spec(copied_parameters[name], shard_spec_of(parameter))
         return copied
+
+
+def _numbers_of_heads(config: Any) -> Iterator[int]:
+    """Yield the numbers of query heads in a model's configuration."""
+    values = config.to_dict() if hasattr(config, "to_dict") else config
+    for name, value in values.items() if isinstance(values, Mapping) else ():
+        if name in NUM_QUERY_NAMES or str(name).endswith("attention_heads"):
+            yield value
+        yield from _numbers_of_heads(value)
 
 
 def _save_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -15,6 +15,9 @@ from oracles.shard_aware_lamb import ShardAwareLamb
 from torch import nn
 from zoo import TRANSFORMERS_MODULES, get_model
 
+from booster import Booster
+from booster.plugins import HybridParallelPlugin
+
 preload(*TRANSFORMERS_MODULES)
 
 
@@ -395,3 +398,45 @@ def test_slices_say_which_ranks_hold_what():
     assert {part.global_shape for part in head} == {(99, 32)}  # the padding is in no slice
     assert sum(part.tensor.numel() for part in head) == (64 * 32 if dist.get_rank() == 0 else 35 * 32)
     assert all(part.primary == (dist.get_rank() == 0) for part in slices["model.norm.weight"])
+
+
+def _language_model(name):
+    from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    if name == "t5":
+        sizes = {"d_model": 16, "d_ff": 32, "d_kv": 4, "num_layers": 2, "num_heads": 4, "vocab_size": 50}
+        options = {"dropout_rate": 0.0, "decoder_start_token_id": 0, "attn_implementation": "eager"}
+        return T5ForConditionalGeneration(T5Config(**sizes, **options))
+    no_dropout = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+    return GPT2LMHeadModel(
+        GPT2Config(n_embd=16, n_layer=2, n_head=4, vocab_size=50, **no_dropout, attn_implementation="eager")
+    )
+
+
+@pytest.mark.parametrize("name", ["gpt2", slow("t5")])
+@distributed(2)
+def test_attention_weights_are_those_of_all_heads(name):
+    booster, plain = Booster(plugin=HybridParallelPlugin(tp_size=2, precision="fp32")), _language_model(name)
+    plain.to(booster.device)
+    raw = _language_model(name)
+    model, optimizer, *_ = booster.boost(raw, sgd(raw))
+    plain_optimizer = sgd(plain)
+    tokens = torch.randint(2, 50, (2, 7), generator=torch.Generator().manual_seed(1)).to(booster.device)
+    for _ in range(2):
+        found, expected = (one(input_ids=tokens, labels=tokens, output_attentions=True) for one in (model, plain))
+        keys = [key for key in expected if key.endswith("attentions") and expected[key]]
+        assert len(keys) == (3 if name == "t5" else 1)
+        losses = []
+        for outputs in (found, expected):
+            weights = [one for key in keys for one in outputs[key]]
+            assert {one.shape[1] for one in weights} == {4}
+            entropies = [(one * (one + 1e-6).log()).sum(-1).mean((0, 2)) for one in weights]
+            losses.append(outputs.loss + sum((one * torch.arange(4).to(one)).sum() for one in entropies))
+        booster.backward(losses[0], optimizer)
+        losses[1].backward()
+        for one in (optimizer, plain_optimizer):
+            one.step()
+            one.zero_grad()
+    expected = {key: value.cpu() for key, value in plain.state_dict().items()}
+    torch.testing.assert_close(joined_over_ranks(model), expected, rtol=1e-4, atol=1e-5)
