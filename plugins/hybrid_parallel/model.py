@@ -209,17 +209,21 @@ class HybridModel(ZeroModel):
 
     def _with_all_heads(self, outputs: Any) -> Any:
         """Gather the attention weights in an output of transformers, of which each rank has those of its heads."""
-        if self._tp_group is None or not isinstance(outputs, Mapping) or not any(map(outputs.get, _ATTENTIONS)):
+        tp_group = self._tp_group
+        if tp_group is None or not isinstance(outputs, Mapping):
+            return outputs
+        keys = [key for key in _ATTENTIONS if outputs.get(key) is not None]
+        if not keys:
             return outputs
         num_heads = set(_numbers_of_heads(getattr(self.module, "config", None)))
 
-        def all_heads(weights: torch.Tensor) -> torch.Tensor:
-            if weights.dim() != 4 or weights.shape[1] in num_heads:  # (sequences, heads, queries, keys)
+        def all_heads(weights: torch.Tensor) -> torch.Tensor:  # (sequences, heads, queries, keys)
+            if not num_heads or weights.dim() != 4 or weights.shape[1] in num_heads:
                 return weights
-            sizes = [size for (size,) in all_gather_numbers([weights.shape[1]], self._tp_group.group)]
-            return gather_from_tp_region(weights, self._tp_group, sizes, dim=1)
+            sizes = [size for (size,) in all_gather_numbers([weights.shape[1]], tp_group.group)]
+            return gather_from_tp_region(weights, tp_group, sizes, dim=1)
 
-        for key in filter(outputs.get, _ATTENTIONS):
+        for key in keys:
             outputs[key] = map_tensors(all_heads, outputs[key])  # type: ignore[index]
         return outputs
 

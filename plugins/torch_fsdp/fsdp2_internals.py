@@ -25,6 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from booster.core.compiling import not_compiled
 from booster.errors import ConfigError
 
 # FSDP2's search for tensors in outputs; before torch 2.13 it searched pytrees.
@@ -48,7 +49,7 @@ class ShardedWeight(DTensor):
     __slots__ = ()
 
     @classmethod
-    @torch._disable_dynamo
+    @not_compiled
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         returned: dict[int, DTensor] = {}  # what writes return is what was given
