@@ -124,6 +124,14 @@ def _share_attributes(original: torch.Tensor, other: torch.Tensor) -> None:
         other.__class__ = type(original)  # type: ignore[assignment]
 
 
+def replaced_parameter_error(name: str) -> ConfigError:
+    """Return the error for a parameter that the model has no more."""
+    return ConfigError(
+        f"{name!r} was replaced by another parameter after boost(), such as by tying weights, a parametrization or"
+        " pruning, and FSDP would put its own back: do it before boost()"
+    )
+
+
 class ShardedParam:
     """A sharded parameter of a parameter group.
 
@@ -223,10 +231,8 @@ class ShardedParam:
                 return "memory"
         if info.module._parameters.get(info.param_name) is self.parameter and not info.shared_modules:
             return None
-        own = [
-            getattr(fsdp_param, name, None)
-            for name in ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
-        ]
+        names = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
+        own = [one for name in names if (one := getattr(fsdp_param, name, None)) is not None]
         places = zip(self.modules, [info.param_name, *info.shared_param_names], strict=True)
         is_other = any(all(module._parameters.get(name) is not one for one in own) for module, name in places)
         return "parameter" if is_other else None
@@ -240,9 +246,11 @@ class ShardedParam:
     def sync_requires_grad(self) -> bool:
         """Apply the last change of requires_grad on any of the tensors to all of them, and return it."""
         before, info = self._requires_grad, self.fsdp_param._module_info
-        shown = info.module._parameters[info.param_name]
+        shown = info.module._parameters.get(info.param_name)
+        if shown is None:
+            raise replaced_parameter_error(self.name)
         # Not `self.shown` and a loop: this runs several times a step for each parameter.
-        if self.original.requires_grad is self.parameter.requires_grad is shown.requires_grad is before:  # type: ignore[union-attr]
+        if self.original.requires_grad is self.parameter.requires_grad is shown.requires_grad is before:
             return before
         self._requires_grad = not before
         self.is_reduced = self.is_reduced or not before

@@ -29,7 +29,7 @@ from booster.plugins.sharding.collective_order import CollectiveKind, Collective
 from booster.plugins.sharding.deferred_init import sharded_copy_error
 from booster.plugins.sharding.optimizer import replaced_memory_error
 
-from .fsdp2_internals import DEEPCOPY, ShardedParam, detached_from_fsdp, original_class
+from .fsdp2_internals import DEEPCOPY, ShardedParam, detached_from_fsdp, original_class, replaced_parameter_error
 from .param_group import ParamGroup
 from .shard_update import Param, ReplicatedParams
 
@@ -157,10 +157,7 @@ class FSDPModel(ModelWrapper):
             if replacement == "memory":
                 raise replaced_memory_error(param.name)
             if replacement is not None:
-                raise ConfigError(
-                    f"{param.name!r} was replaced by another parameter after boost(), such as by tying weights, and"
-                    " FSDP would put its own back: tie or replace parameters before boost()"
-                )
+                raise replaced_parameter_error(param.name)
 
     @contextmanager
     def collecting(self, *, synchronizes: bool) -> Iterator[None]:

@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.utils.prune
 from gemini_models import WIDTH, Stack, adamw
 from harness import distributed
 from torch import nn
@@ -117,6 +118,27 @@ def test_a_weight_meets_another_tensor_between_steps():
     for use in (lambda: weight @ weight.t() - torch.eye(5), lambda: torch.zeros(5, 5).lerp_(weight, 0.5)):
         with torch.no_grad(), pytest.raises(RuntimeError, match=r"with other tensors inside of `with model.gathered"):
             use()
+
+
+CHANGES = {
+    "parametrized": lambda layer: nn.utils.parametrizations.weight_norm(layer),
+    "pruned": lambda layer: nn.utils.prune.l1_unstructured(layer, "weight", 3),
+    "removed": lambda layer: setattr(layer, "weight", None),
+}
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_weight_that_another_takes_the_place_of(change):
+    _, model, _ = boosted()
+
+    def change_and_run():
+        with model.gathered():
+            CHANGES[change](model.unwrap()[0][0])
+        model(torch.ones(1, 5, device=current_device()))
+
+    with pytest.raises(ConfigError, match=r"'0\.0\.weight' was replaced by another parameter after boost"):
+        change_and_run()
 
 
 @distributed(world_size=2)
