@@ -246,7 +246,10 @@ class ShardedParam:
     def sync_requires_grad(self) -> bool:
         """Apply the last change of requires_grad on any of the tensors to all of them, and return it."""
         before, info = self._requires_grad, self.fsdp_param._module_info
-        shown = info.module._parameters.get(info.param_name)
+        try:
+            shown = info.module._parameters[info.param_name]
+        except KeyError:
+            shown = None
         if shown is None:
             raise replaced_parameter_error(self.name)
         # Not `self.shown` and a loop: this runs several times a step for each parameter.
