@@ -266,14 +266,14 @@ def _share(estimate: Callable[[Candidate], CandidateResult], candidates: Sequenc
         batch = candidates[begin : begin + group_size()]
         own: list[str] = []
         if group_rank() < len(batch):
-            own = [json.dumps(encode(_of(estimate(batch[group_rank()]), Candidate(plugin=""))))]
+            own = [json.dumps(encode(_with_candidate(estimate(batch[group_rank()]), Candidate(plugin=""))))]
         texts = all_gather_text(f"search for a plan, round {begin // group_size()}", own)
         results = [decode(json.loads(one[0])) for one in texts if one]
-        found += [_of(one, candidate) for one, candidate in zip(results, batch, strict=True)]
+        found += [_with_candidate(one, candidate) for one, candidate in zip(results, batch, strict=True)]
     return found
 
 
-def _of(result: CandidateResult, candidate: Candidate) -> CandidateResult:
+def _with_candidate(result: CandidateResult, candidate: Candidate) -> CandidateResult:
     """Return a result with another candidate in place of its own: settings of users may be of any type."""
     estimate = result.estimate
     if estimate is not None:

@@ -21,10 +21,10 @@ from .optimizer_wrapper import OptimizerWrapper
 
 # Note [Plain torch]
 # `torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)` clips nothing if the boosted optimizer stores the gradients,
-# and clips incomplete ones inside of `Booster.accumulate`. A plain optimizer steps each rank's model by local gradients
-# if gradients are averaged for boosted optimizers only, and a criterion of which no plugin knows the parameters.
-# Neither raises by itself. torch has a hook for steps of any optimizer. It has none for its clipping functions, so a
-# check wraps the function in their closures: scripts import them by name before anything is boosted.
+# and clips incomplete ones inside of `Booster.accumulate`. A plain optimizer steps by local gradients if gradients are
+# averaged for boosted optimizers only, or if the parameters are those of a criterion, which no plugin knows. Neither
+# raises by itself. torch has a hook for steps of any optimizer. It has none for its clipping functions, so a check
+# wraps the function in their closures: scripts import them by name before anything is boosted.
 
 _CLIPPING_FUNCTIONS = (nn.utils.clip_grad_norm_, nn.utils.clip_grads_with_norm_, nn.utils.clip_grad_value_)
 

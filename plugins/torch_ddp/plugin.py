@@ -178,21 +178,23 @@ class DDPOptimizer(OptimizerWrapper):
     """Optimizer wrapper of replicated models; gradients are averaged in backward."""
 
     model: DDPModel
-    _checked_lists: Sequence[tuple[int, int]] = ()
+    _checked: Sequence[tuple[list[nn.Parameter], int]] = ()
 
     def _begin_accumulation(self, num_items: float | None) -> None:
-        lists = [(id(group["params"]), len(group["params"])) for group in self.param_groups]
-        reducer = self.model.reducer
-        if reducer is not None and lists != self._checked_lists:
-            for index, group in enumerate(self.param_groups):
-                if not all(reducer.knows(self.model_parameter(one)) for one in group["params"]):
-                    raise ConfigError(
-                        f"optimizer.param_groups[{index}] got a parameter that the model did not have at boost(), whose"
-                        " gradient would not be averaged over the ranks: add modules before boost(), frozen if they"
-                        " train later, and give their parameters to optimizer.add_param_group()"
-                    )
-            self._checked_lists = lists
+        lists = [(group["params"], len(group["params"])) for group in self.param_groups]
+        if [(id(one), size) for one, size in lists] != [(id(one), size) for one, size in self._checked]:
+            for index in range(len(lists)):
+                self._check_known(self.group_parameters(index), f"optimizer.param_groups[{index}]")
+            self._checked = lists
         super()._begin_accumulation(num_items)
+
+    def _check_known(self, parameters: Sequence[Any], where: str) -> None:
+        reducer = self.model.reducer
+        if reducer is not None and any(isinstance(one, torch.Tensor) and not reducer.knows(one) for one in parameters):
+            raise ConfigError(
+                f"{where} got a parameter that the model did not have at boost(), whose gradient would not be averaged"
+                " over the ranks: add modules before boost(), frozen if they train later"
+            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters that the model had at boost().
@@ -200,13 +202,9 @@ class DDPOptimizer(OptimizerWrapper):
         Raises:
             ConfigError: One is of a module that was added later, whose gradient would not be averaged.
         """
-        given, reducer = param_group["params"], self.model.reducer
+        given = param_group["params"]
         members = [given] if isinstance(given, torch.Tensor) else list(given)
-        if reducer is not None and any(isinstance(one, torch.Tensor) and not reducer.knows(one) for one in members):
-            raise ConfigError(
-                "add_param_group() got a parameter that the model did not have at boost(), whose gradient would not be"
-                " averaged over the ranks: add modules before boost(), frozen if they train later"
-            )
+        self._check_known(members, "add_param_group()")
         super().add_param_group({**param_group, "params": members})
 
     def _backward_context(self) -> AbstractContextManager[None]:

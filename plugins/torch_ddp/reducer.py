@@ -117,12 +117,13 @@ class Reducer:
         embeddings = [one for one in module.modules() if isinstance(one, (nn.Embedding, nn.EmbeddingBag))]
         sparse = {id(one.weight) for one in embeddings if one.sparse}
         self._grads = [ParamGrad(one, id(one) in sparse) for one in module.parameters()]
+        self._known = {id(grad.parameter) for grad in self._grads}
         for index, grad in enumerate(self._grads):
             grad.handle = _hook(grad.parameter, partial(_grad_ready, weakref.ref(self), index))
 
     def knows(self, parameter: torch.Tensor) -> bool:
         """Return whether the gradients of a parameter are averaged."""
-        return any(grad.parameter is parameter for grad in self._grads)
+        return id(parameter) in self._known
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
         """Replace the averaging of buckets; see `DDPModel.register_comm_hook`."""

@@ -123,8 +123,7 @@ class FSDPModel(ModelWrapper):
     def _begin_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._is_local_forward:
             self.check_not_moved()
-            if self._has_evaluated:
-                self._has_evaluated = False
+            self._has_evaluated = False
             if self.broadcasts_buffers and self.training and torch.is_grad_enabled():
                 broadcast_coalesced(list(self.module.buffers()), None)
             self.collective_order.begin_pass(CollectiveKind.FORWARD_BEGIN, torch.is_grad_enabled())
