@@ -58,7 +58,7 @@ class TorchFSDPPlugin(DistributedPlugin):
             host memory. No effect on the CPU.
         auto_wrap_policy: Policy of `torch.distributed.fsdp.wrap` that selects the modules to wrap, besides the root;
             optional, defaults to the blocks that a transformers model names, else the elements of the outermost
-            lists of modules of one class; and embeddings that do not train.
+            lists of modules of one class, and embeddings that do not train; to none in a model of less than 8 MiB.
         mixed_precision: torch's `MixedPrecisionPolicy` (or `MixedPrecision`): shards keep their dtype, weights are
             gathered and computed with in `param_dtype`; float16 includes loss scaling. Gradients travel in
             `reduce_dtype`, by default `param_dtype`: the CPU sums fp16 and bf16 in fp32, NCCL in the dtype that

@@ -33,6 +33,10 @@ from .param_group import ParamGroup, ViewSafeOutputs
 from .param_redistribution import assign_owners
 from .shard_update import ReplicatedParam, ReplicatedParams
 
+# A model of fewer bytes is a single parameter group where no policy is given: the calls of each group cost a step 2 ms on
+# the CPU, in which a host moves more than this.
+SINGLE_GROUP_BYTES = 8 * 2**20
+
 # Modules that a policy selects, with reshard_after_forward of each.
 _Selection: TypeAlias = dict[nn.Module, bool | int | None]
 
@@ -67,7 +71,8 @@ def plan_wrapping(
     Args:
         model: Root module.
         policy: Policy of `torch.distributed.fsdp.wrap`, or a function with its signature; optional, defaults to the
-            blocks that transformers names, else the repeated ones, and to embeddings that do not train.
+            blocks that transformers names, else the repeated ones, and to embeddings that do not train; to none in a
+            model of fewer than `SINGLE_GROUP_BYTES`.
         replicated: Replicated parameters, which belong to no group.
         own_dtype_classes: Classes of modules that are always wrapped, as they compute in the dtype of their weights.
 
@@ -77,6 +82,8 @@ def plan_wrapping(
     """
     tree = _ModuleGraph(model, replicated)
     if policy is None:
+        if tree.num_bytes < SINGLE_GROUP_BYTES:
+            return _wrap_plans(tree, {}, own_dtype_classes, is_automatic=True)
         blocks = _transformers_blocks(model)
         named = _wrap_plans(tree, blocks, own_dtype_classes, is_automatic=True)
         if all(isinstance(plan.module, own_dtype_classes) for plan in named):
@@ -108,6 +115,11 @@ class _ModuleGraph:
         self.ignored = {
             module for module in self.names if any(True for _ in module.parameters()) and not self.parameters(module)
         }
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the parameters."""
+        return sum(one.nbytes for one in self.parameters(self.root).values())
 
     def parameters(self, module: nn.Module) -> dict[int, nn.Parameter]:
         """Return the parameters of a module and its submodules, by id."""

@@ -175,6 +175,15 @@ def test_units_by_size(model, world_size):
     assert_equals_serial(model, world_size=world_size, arguments=arguments, max_norm=0.5)
 
 
+@pytest.mark.parametrize(
+    ("model", "world_size"),
+    grid(lambda model, world_size: (world_size, model) in ((2, "byte_gpt"), (3, "tied_lm")), model_names(), WORLDS),
+)
+def test_a_single_group_as_of_small_models(model, world_size):
+    arguments = {"auto_wrap_policy": small_units(10**9)}
+    assert_equals_serial(model, world_size=world_size, arguments=arguments, max_norm=0.5)
+
+
 @pytest.mark.parametrize("reshard_after_forward", [True, False, pytest.param(2, marks=pytest.mark.slow)])
 def test_what_is_kept_after_forward_changes_nothing(reshard_after_forward):
     arguments = {"reshard_after_forward": reshard_after_forward}

@@ -23,7 +23,14 @@ from torch.nn.utils import parametrizations
 from zoo import get_model, model_names
 
 from booster.errors import ConfigError
+from booster.plugins.torch_fsdp import wrap
 from booster.plugins.torch_fsdp.wrap import plan_wrapping
+
+
+@pytest.fixture(autouse=True)
+def _as_if_large(monkeypatch):
+    """Have the small models of these tests sharded as large ones are."""
+    monkeypatch.setattr(wrap, "SINGLE_GROUP_BYTES", 0)
 
 
 class Block(nn.Module):
@@ -119,6 +126,18 @@ def build(name):
 @pytest.mark.parametrize("name", model_names())
 def test_zoo_by_itself(name):
     assert names_of(build(name)) == ZOO.get(name, [])
+
+
+def test_small_models_are_a_single_group(monkeypatch):
+    blocks = Model(blocks=nn.ModuleList(Block(width=64) for _ in range(4)), embedding=nn.Embedding(8, 64))
+    blocks.embedding.requires_grad_(False)
+    num_bytes = sum(one.nbytes for one in blocks.parameters())
+    monkeypatch.setattr(wrap, "SINGLE_GROUP_BYTES", num_bytes + 1)
+    assert names_of(blocks) == []
+    assert names_of(blocks, keeps_own_format=(nn.LayerNorm,)) == [f"blocks.{index}.norm" for index in range(4)]
+    assert names_of(blocks, ModuleWrapPolicy({Block})) == [f"blocks.{index}" for index in range(4)]
+    monkeypatch.setattr(wrap, "SINGLE_GROUP_BYTES", num_bytes)
+    assert names_of(blocks) == [*(f"blocks.{index}" for index in range(4)), "embedding"]
 
 
 def test_embeddings_that_do_not_train():
