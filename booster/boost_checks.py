@@ -105,7 +105,8 @@ def _check_model(model: Any, optimizer: Any | None) -> None:
     if isinstance(model, ModelWrapper) or (isinstance(model, nn.Module) and model in _boosted):
         raise ConfigError(
             f"boost() was given a model that is boosted already ({type(model).__name__}): boost each model once and"
-            " keep the result"
+            " keep the result. To go on with another optimizer, write booster.save_model(), boost a new model with it,"
+            " and booster.load_model() into that"
         )
     if not isinstance(model, nn.Module):
         raise ConfigError(f"boost() was given a model of type {type(model).__name__}: it must be a torch.nn.Module")

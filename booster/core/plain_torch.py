@@ -1,4 +1,4 @@
-"""Checks of torch's clipping functions and of plain optimizers on parameters of boosted models."""
+"""Checks of torch's clipping functions, plain optimizers and `torch.func` on boosted models."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ from .optimizer_wrapper import OptimizerWrapper
 # wraps the function in their closures: scripts import them by name before anything is boosted.
 
 _CLIPPING_FUNCTIONS = (nn.utils.clip_grad_norm_, nn.utils.clip_grads_with_norm_, nn.utils.clip_grad_value_)
+
+GATHERED_ADVICE = "write `with model.gathered():` around the call, in which each rank has all weights"
 
 _optimizers: weakref.WeakSet[OptimizerWrapper] = weakref.WeakSet()
 _refused: weakref.WeakKeyDictionary[ModelWrapper, list[weakref.ref[nn.Parameter]]] = weakref.WeakKeyDictionary()
@@ -150,3 +152,25 @@ def _refuse_plain_step(optimizer: Optimizer, *_: Any) -> None:
 
 def _alive(refused: Mapping[ModelWrapper, list[weakref.ref[nn.Parameter]]]) -> set[int]:
     return {id(one) for refs in list(refused.values()) for ref in refs if (one := ref()) is not None}
+
+
+def refuse_transforms(advice: str, *, including_vmap: bool = False) -> None:
+    """Check that no transform of `torch.func` differentiates a forward that communicates, as collectives read memory.
+
+    Args:
+        advice: What to write instead.
+        including_vmap: If True, `vmap` is refused as well, because activations are communicated, not only weights.
+
+    Raises:
+        ConfigError: There is such a transform.
+    """
+    stack = torch._C._functorch.get_interpreter_stack()
+    if stack is None:
+        return
+    names = [one.key().name.lower() for one in stack]
+    refused = [name for name in names if including_vmap or name != "vmap"]
+    if refused:
+        raise ConfigError(
+            f"the boosted model was called inside of a transform of torch.func ({', '.join(names)}), which can't"
+            f" differentiate or vectorize communication: {advice}"
+        )

@@ -19,6 +19,7 @@ from booster.comm import (
     raise_on_all_ranks,
     start_all_gather,
 )
+from booster.core.plain_torch import GATHERED_ADVICE, refuse_transforms
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, TensorSlice
 from booster.kernels.checksum import crc32
@@ -73,6 +74,8 @@ class GeminiModel(ModelWrapper):
         return super().forward(*args, **kwargs)
 
     def _begin_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self.manager.is_whole:
+            refuse_transforms(GATHERED_ADVICE)
         self.check_weights()
         if self.broadcasts_buffers and self.training and torch.is_grad_enabled():
             broadcast_coalesced(list(self.module.buffers()), self._settings.data_parallel_group)
@@ -194,15 +197,16 @@ class GeminiModel(ModelWrapper):
             self._check_memory()
 
     def _check_memory(self) -> None:
-        for param in self._all_params():
-            chunk, parameter = param.chunk, param.parameter
-            if chunk.gathered is None:
-                place = chunk.placeholder
-            elif chunk.is_kept_gathered:
-                place = param.view_in(chunk.gathered)
-            else:  # gathered for their use
+        for chunk in self.manager.chunks:
+            is_sharded = chunk.gathered is None
+            if not is_sharded and not chunk.is_kept_gathered:  # gathered for their use
                 continue
-            if parameter.numel() > 0 and parameter.data_ptr() != place.data_ptr():
+            memory = chunk.placeholder if chunk.gathered is None else chunk.gathered
+            address, itemsize = memory.data_ptr(), 0 if is_sharded else memory.itemsize
+            for param in chunk.params:
+                parameter = param.parameter
+                if parameter.data_ptr() == address + param.region.start * itemsize or parameter.numel() == 0:
+                    continue
                 raise ConfigError(
                     f"the memory of {param.name!r} was replaced after boost(), by model.to(), .half(), .data = or the"
                     " like, which does not reach the optimizer and the other ranks: do it before boost(), or change"

@@ -139,8 +139,10 @@ class SavedTensors:
 
     @not_compiled
     def _pack(self, tensor: torch.Tensor) -> Any:
-        # Sparse tensors and those that consist of others have no memory of their own.
-        is_plain = tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
+        # Sparse tensors, those that consist of others and tangents that are zero have no memory of their own.
+        is_plain = (
+            tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor) and not tensor._is_zerotensor()
+        )
         storage = tensor.untyped_storage() if is_plain else None
         if storage is not None:
             saved = self._saved_weight(tensor, storage)

@@ -25,9 +25,11 @@ from booster.comm import (
     raise_on_all_ranks,
 )
 from booster.core.compiling import calls_compiled, not_compiled
+from booster.core.plain_torch import refuse_transforms
+from booster.core.shard_spec import is_sharded, set_shard_spec, shard_spec_of
 from booster.device import current_device
 from booster.errors import CheckpointError, ConfigError
-from booster.interface import ModelWrapper, set_shard_spec, shard_spec_of
+from booster.interface import ModelWrapper
 from booster.kernels.checksum import tensor_crc32
 from booster.plugins.low_level_zero.model import ZeroModel
 from booster.plugins.sharding.buffer_pool import broadcast_coalesced
@@ -98,10 +100,12 @@ class HybridModel(ZeroModel):
             is_primary=mesh.rank("dp", "sp", *mesh.extra_axes) == 0,
             broadcasts_buffers=broadcasts_buffers,
         )
-        self._tp_group = tp_group
+        if tp_group is not None:
+            _gather_attention_weights(module, tp_group)
         self._tensor_rank = 0 if tp_group is None else tp_group.rank
         parameters = dict(module.named_parameters(remove_duplicate=False))
         self._parameter_names = frozenset(parameters)
+        self._sharded_names = _sharded_names(module)
         self._experts = frozenset(name for name, one in parameters.items() if shard_spec_of(one).is_expert)
         self._is_expert_primary = mesh.rank("edp", "sp", *mesh.extra_axes) == 0
         self._ep_group = ep_group
@@ -111,8 +115,8 @@ class HybridModel(ZeroModel):
         self._extra_group = mesh.control_group(*mesh.extra_axes) if has_extra_axes else None
         self.model_parallel_size = mesh.size("pp", "sp", "tp")
         self.tensor_parallel_size = 1 if tp_group is None else tp_group.size
-        is_sharded = tp_group is not None or stage_model is not None or bool(self._experts)
-        if is_sharded and hasattr(module, "save_pretrained"):
+        is_partial = tp_group is not None or stage_model is not None or bool(self._experts)
+        if is_partial and hasattr(module, "save_pretrained"):
             module.save_pretrained = partial(_save_pretrained, module.save_pretrained)  # type: ignore[assignment, arg-type]
         self._stage_model = stage_model
         self._stage = mesh.rank("pp")
@@ -132,7 +136,7 @@ class HybridModel(ZeroModel):
         Collective: yes.
         """
         try:
-            return self._with_all_heads(super().forward(*args, **kwargs))
+            return super().forward(*args, **kwargs)
         finally:
             self.reset_parallel_state()
 
@@ -142,6 +146,12 @@ class HybridModel(ZeroModel):
                 "the boosted model was called directly, but with pp_size > 1 each rank holds only some of its layers:"
                 " write booster.execute_pipeline(data_iter, model, criterion, optimizer), which runs all stages"
                 " (evaluates without an optimizer, and returns outputs with return_outputs=True)"
+            )
+        if self._parallel_groups:
+            refuse_transforms(
+                "use torch.autograd.grad, with create_graph=True for second derivatives, or a plugin whose ranks have"
+                " entire layers",
+                including_vmap=True,
             )
         self._begin_batch(args, kwargs)
         super()._begin_run(args, kwargs)
@@ -198,34 +208,13 @@ class HybridModel(ZeroModel):
         self.reset_parallel_state()
         try:
             if self.precision is None:
-                boundary, outputs = run_chunk(self.module, self._stage_model.context, chunk, received, batch)
-                return boundary, self._with_all_heads(outputs)
+                return run_chunk(self.module, self._stage_model.context, chunk, received, batch)
             (batch,), _ = self.precision.convert_inputs((batch,), {})
             with self.precision.forward_context(self._compute_device_type):
                 boundary, outputs = run_chunk(self.module, self._stage_model.context, chunk, received, batch)
-            return boundary, self._with_all_heads(self.precision.convert_outputs(outputs))
+            return boundary, self.precision.convert_outputs(outputs)
         finally:
             self.reset_parallel_state()
-
-    def _with_all_heads(self, outputs: Any) -> Any:
-        """Gather the attention weights in an output of transformers, of which each rank has those of its heads."""
-        tp_group = self._tp_group
-        if tp_group is None or not isinstance(outputs, Mapping):
-            return outputs
-        keys = [key for key in _ATTENTIONS if outputs.get(key) is not None]
-        if not keys:
-            return outputs
-        num_heads = set(_numbers_of_heads(getattr(self.module, "config", None)))
-
-        def all_heads(weights: torch.Tensor) -> torch.Tensor:  # (sequences, heads, queries, keys)
-            if not num_heads or weights.dim() != 4 or weights.shape[1] in num_heads:
-                return weights
-            sizes = [size for (size,) in all_gather_numbers([weights.shape[1]], tp_group.group)]
-            return gather_from_tp_region(weights, tp_group, sizes, dim=1)
-
-        for key in keys:
-            outputs[key] = map_tensors(all_heads, outputs[key])  # type: ignore[index]
-        return outputs
 
     def check_independent(self, tensors: Sequence[torch.Tensor]) -> None:
         """Check that tensors do not depend on this stage's placeholders; see `PlaceholderModules.check_independent`."""
@@ -262,6 +251,7 @@ class HybridModel(ZeroModel):
         return min(stages) == self._stage
 
     def require_equal_copies(self) -> None:
+        self._require_known_shards()
         if self._extra_group is not None:
             self._require_equal_along_extra_axes(self._extra_group)
         state = self.module.state_dict().items()
@@ -282,6 +272,20 @@ class HybridModel(ZeroModel):
                 f" {', '.join(map(repr, differing))} because each rank computes it from its shard, nothing was written:"
                 " compute it outside of the sharded layers, leave its module unsharded (a plan with 'replicated'), or"
                 " register it with persistent=False"
+            )
+        raise_on_all_ranks(error)
+
+    def _require_known_shards(self) -> None:
+        """Check that each sharded parameter is the one that boost() sharded, under the same name."""
+        if not self._sharded_names or is_fake_world():
+            return
+        changed = sorted(self._sharded_names ^ _sharded_names(self.module))
+        error = None
+        if changed:
+            error = CheckpointError(
+                f"{', '.join(map(repr, changed))}: a sharded parameter was renamed or replaced after boost(), such as"
+                " by a parametrization or pruning, so which part of it each rank has can't be told, and nothing was"
+                " written: undo it before the save, or do it before boost()"
             )
         raise_on_all_ranks(error)
 
@@ -422,6 +426,34 @@ class HybridModel(ZeroModel):
         for name, parameter in self.module.named_parameters():
             set_shard_spec(copied_parameters[name], shard_spec_of(parameter))
         return copied
+
+
+def _gather_attention_weights(module: nn.Module, tp_group: TensorParallelGroup) -> None:
+    """Have transformers' models in a module return attention weights of all heads; each rank has those of its own."""
+    num_heads = set(_numbers_of_heads(module.config)) if hasattr(module, "save_pretrained") else set()
+    if not num_heads:
+        for child in module.children():
+            _gather_attention_weights(child, tp_group)
+        return
+
+    def all_heads(weights: torch.Tensor) -> torch.Tensor:  # (sequences, heads, queries, keys)
+        if weights.dim() != 4 or weights.shape[1] in num_heads:
+            return weights
+        sizes = [size for (size,) in all_gather_numbers([weights.shape[1]], tp_group.group)]
+        return gather_from_tp_region(weights, tp_group, sizes, dim=1)
+
+    @not_compiled
+    def gather(_: nn.Module, args: Any, outputs: Any) -> None:
+        if isinstance(outputs, Mapping):
+            for key in _ATTENTIONS:
+                if outputs.get(key) is not None:
+                    outputs[key] = map_tensors(all_heads, outputs[key])  # type: ignore[index]
+
+    module.register_forward_hook(gather)
+
+
+def _sharded_names(module: nn.Module) -> frozenset[str]:
+    return frozenset(name for name, one in module.named_parameters(remove_duplicate=False) if is_sharded(one))
 
 
 def _numbers_of_heads(config: Any) -> Iterator[int]:

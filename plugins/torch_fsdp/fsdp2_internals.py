@@ -128,7 +128,8 @@ def replaced_parameter_error(name: str) -> ConfigError:
     """Return the error for a parameter that the model has no more."""
     return ConfigError(
         f"{name!r} was replaced by another parameter after boost(), such as by tying weights, a parametrization or"
-        " pruning, and FSDP would put its own back: do it before boost()"
+        " pruning, and FSDP would put its own back: do it before boost(); torch.func.functional_call works inside of"
+        " `with model.gathered():`"
     )
 
 

@@ -33,8 +33,8 @@ from .param_group import ParamGroup, ViewSafeOutputs
 from .param_redistribution import assign_owners
 from .shard_update import ReplicatedParam, ReplicatedParams
 
-# A model of fewer bytes is a single parameter group where no policy is given: the calls of each group cost a step 2 ms on
-# the CPU, in which a host moves more than this.
+# A model of fewer bytes is a single parameter group where no policy is given: the calls of each group cost a step 2 ms
+# on the CPU, in which a host moves more than this.
 SINGLE_GROUP_BYTES = 8 * 2**20
 
 # Modules that a policy selects, with reshard_after_forward of each.

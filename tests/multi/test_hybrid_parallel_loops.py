@@ -414,12 +414,22 @@ def _language_model(name):
     )
 
 
+class _Wrapped(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **batch):
+        return self.inner(**batch)
+
+
+@pytest.mark.parametrize("wrap", [_Wrapped, slow(nn.Identity())], ids=["in a user's module", "itself"])
 @pytest.mark.parametrize("name", ["gpt2", slow("t5")])
 @distributed(2)
-def test_attention_weights_are_those_of_all_heads(name):
-    booster, plain = Booster(plugin=HybridParallelPlugin(tp_size=2, precision="fp32")), _language_model(name)
+def test_attention_weights_are_those_of_all_heads(name, wrap):
+    booster = Booster(plugin=HybridParallelPlugin(tp_size=2, precision="fp32"))
+    plain, raw = wrap(_language_model(name)), wrap(_language_model(name))
     plain.to(booster.device)
-    raw = _language_model(name)
     model, optimizer, *_ = booster.boost(raw, sgd(raw))
     plain_optimizer = sgd(plain)
     tokens = torch.randint(2, 50, (2, 7), generator=torch.Generator().manual_seed(1)).to(booster.device)

@@ -8,9 +8,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from harness import distributed
 from torch import nn
+from torch.nn.utils import parametrize
 
 from booster import Booster
-from booster.errors import ConfigError, DesyncError
+from booster.errors import CheckpointError, ConfigError, DesyncError
 from booster.plugins import HybridParallelPlugin
 
 pytestmark = pytest.mark.on_device
@@ -276,3 +277,20 @@ def test_the_configuration_s_data_counts_sequence_ranks():
     HybridParallelPlugin.from_config({"data": 1}, **further)
     with pytest.raises(ConfigError, match="sp_size=2 is 4 ranks, but the world size is 2"):
         HybridParallelPlugin.from_config({"data": 2}, **further)
+
+
+@distributed(world_size=2)
+def test_a_save_of_shards_that_were_replaced_after_boost(tmp_path):
+    booster, model, _ = boosted()
+    up = model.unwrap().up
+    parametrize.register_parametrization(up, "weight", nn.Identity())
+    with pytest.raises(CheckpointError, match=r"up\.parametrizations.*renamed or replaced after boost.*undo it"):
+        booster.save_model(model, tmp_path / "a", shard=True)
+    parametrize.remove_parametrizations(up, "weight", leave_parametrized=False)
+    booster.save_model(model, tmp_path / "a", shard=True)
+    before = up.weight
+    up.weight = nn.Parameter(before.detach().clone())
+    with pytest.raises(CheckpointError, match=r"'up\.weight': a sharded parameter was renamed or replaced"):
+        booster.save_model(model, tmp_path / "b", shard=True)
+    up.weight = before
+    booster.save_model(model, tmp_path / "b", shard=True)

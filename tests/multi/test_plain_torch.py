@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 import pytest
@@ -383,3 +384,39 @@ def test_methods_of_other_wrappers_say_what_to_write(strategy):
         assert not hasattr(model, name)
         with pytest.raises(AttributeError, match=re.escape(f"write {instead}")):
             getattr(model, name)
+
+
+def _gradients(model, x):
+    weights = {name: one.detach().clone() for name, one in model.named_parameters()}
+    return torch.func.grad(lambda given: torch.func.functional_call(model, given, (x,)).square().sum())(weights)
+
+
+TRANSFORMS = {
+    "grad": lambda model, x: torch.func.grad(lambda given: model(given).sum())(x),
+    "jvp": lambda model, x: torch.func.jvp(model, (x,), (torch.ones_like(x),))[1],
+    "jacobian of each row": lambda model, x: torch.func.vmap(torch.func.jacrev(model))(x),
+    "hessian": lambda model, x: torch.func.hessian(lambda given: model(given).square().sum())(x[0]),
+    "gradients of weights": _gradients,
+}
+
+
+@pytest.mark.parametrize("strategy", FP32)
+@distributed(2)
+def test_transforms_of_torch_func_are_right_or_an_error(strategy):
+    pair = Pair(FP32[strategy](), sgd)
+    for step, transform in enumerate(TRANSFORMS.values()):
+        x = pair.part(step)
+        if "gemini" in strategy or "fsdp" in strategy:
+            with pytest.raises(ConfigError, match=r"inside of a transform of torch.func.*with model.gathered\(\)"):
+                transform(pair.model, x)
+        if strategy == "hybrid_tp":
+            with pytest.raises(ConfigError, match=r"inside of a transform of torch.func.*use torch.autograd.grad"):
+                transform(pair.model, x)
+            continue
+        with pair.model.gathered() if hasattr(pair.model, "gathered") else contextlib.nullcontext():
+            torch.testing.assert_close(transform(pair.model, x), transform(pair.plain, x))
+    for step in range(2):
+        pair.backward(step)
+        pair.on_both("step")
+        pair.on_both("zero_grad")
+    pair.assert_equal()
