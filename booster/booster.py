@@ -33,6 +33,7 @@ from .core.compiling import compile_layers, parse_compile_options
 from .core.plain_torch import hook_clipping, refuse_plain_criterion
 from .data.dataloader import active_position
 from .data.join import JoinIterator
+from .device import keep_freed_memory, malloc_trim
 from .errors import ConfigError
 from .fault_tolerance.progress import in_phase
 from .interface import MixedPrecision, ModelWrapper, OptimizerWrapper, Plugin, PluginChoice, PluginPlan
@@ -105,6 +106,8 @@ class Booster(CheckpointMethods):
 
     def _use(self, plugin: Plugin, mixed_precision: str | MixedPrecision | None) -> None:
         self.plugin = plugin
+        if plugin.device.type == "cpu":
+            keep_freed_memory()
         self.mixed_precision = resolve_mixed_precision(mixed_precision, plugin)
         self.checkpoint_io: CheckpointIO = plugin.get_checkpoint_io()
 
@@ -232,6 +235,7 @@ class Booster(CheckpointMethods):
         register_model(self.plugin, boosted, wrapped)
         if self.plugin.dp_size > 1 or (wrapped is not None and wrapped.loss_scaler is not None):
             refuse_plain_criterion(users_criterion, boosted)
+        malloc_trim(0)  # the weights that other ranks have now
         return boosted, wrapped, criterion, dataloader, lr_scheduler
 
     @timeout_scope("checkpoint")
