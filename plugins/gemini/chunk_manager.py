@@ -395,13 +395,18 @@ class ChunkManager:
                 self.reduction.finish_all()
 
     def release_all(self) -> None:
-        """Release every chunk that is not kept gathered, and free the buffers."""
+        """Release every chunk that is not kept gathered; on the CPU the buffers wait for the next pass.
+
+        New memory of the host is many times slower, and accelerators have an allocator that keeps it. With offloading,
+        memory is what is missing, so that the buffers are freed.
+        """
         for chunk in list(self._gathered.values()):
             if chunk.is_gathering:
                 chunk.finish_gather()
             if chunk.can_be_released:
                 self.release(chunk)
-        self.pool.trim()
+        if self.tier is not None or self._settings.device.type != "cpu":
+            self.pool.trim()
 
     # Weights.
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from harness import run_ranks
@@ -54,3 +58,48 @@ def test_each_rank_needs_its_own_accelerator(two_accelerators):
     with pytest.raises(ConfigError, match=r"local_rank=2.*2 cuda device"):
         device.set_device(2)
     assert two_accelerators == [1]
+
+
+# Allocates and frees 64 MiB in blocks, again and again, as activations are; prints the page faults of a round, and the
+# MiB that are given back after.
+ROUNDS = """
+import resource, torch
+from booster import Booster, get_accelerator
+from booster.device import memory_allocated
+
+Booster(device="cpu")
+faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def round():
+    blocks = [torch.ones(2**20) for _ in range(16)]
+
+for _ in range(3):
+    round()
+before = faults()
+for _ in range(4):
+    round()
+print((faults() - before) // 4)
+held = memory_allocated()
+get_accelerator().empty_cache()
+print((held - memory_allocated()) // 2**20)
+"""
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or not device._GLIBC or not hasattr(device._GLIBC, "mallopt"), reason="glibc"
+)
+@pytest.mark.parametrize("variable", [None, "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"])
+def test_freed_memory_waits_for_the_next_step(variable):
+    given = {"MALLOC_TRIM_THRESHOLD_": "131072", "GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"}
+    clean = {name: value for name, value in os.environ.items() if name not in given and not name.startswith("MALLOC_")}
+    environment = clean | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    if variable is not None:
+        environment[variable] = given[variable]
+    command = [sys.executable, "-c", ROUNDS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    num_faults, given_back = map(int, done.stdout.split())
+    if variable is None:
+        assert num_faults < 100
+        assert given_back > 48
+    else:
+        assert num_faults > 10_000
+        assert given_back < 16
