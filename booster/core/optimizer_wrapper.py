@@ -715,7 +715,7 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
     def _update_parameters(self) -> None:
         """Step the user's optimizer and write the result into the model."""
         if self.master_weights is not None:
-            self.master_weights.follow_model()
+            self.master_weights.refresh()
         if self._accumulation.factors is not None:
             pairs = [(master, self.model_parameter(master)) for master in self._optimized_parameters()]
             copies = {master: parameter for master, parameter in pairs if parameter is not master}
@@ -779,7 +779,7 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
     def _fetch_weights(self) -> None:
         """Copy changed or moved weights of the model into the optimizer's parameters. Collective."""
         if self.master_weights is not None:
-            self.master_weights.follow_model()
+            self.master_weights.refresh()
 
     def _restore_memory(self) -> None:
         """Undo replacements of the optimizer's memory by `p.data = ...`, keeping the values."""

@@ -64,7 +64,6 @@ class _MasterPair:
     model_param: nn.Parameter
     master: nn.Parameter
     grad: torch.Tensor | None = None  # the master's gradient buffer, kept over the steps
-    version: int = 0  # version counter of the model's parameter when both had the same values
 
 
 class Fp32MasterWeights:
@@ -86,7 +85,6 @@ class Fp32MasterWeights:
         for group in optim.param_groups:
             # In place: optimizers such as LBFGS keep the list itself.
             group["params"][:] = [self._create_master(parameter, originals) for parameter in group["params"]]
-        self._record_versions()
         for pair in self._pairs:
             if pair.model_param in optim.state:
                 state = optim.state.pop(pair.model_param)
@@ -114,35 +112,20 @@ class Fp32MasterWeights:
 
     def end_step(self, *, is_model_updated: bool) -> None:
         """Copy the masters that had a gradient to the model parameters, unless the optimizer's step did so."""
-        if is_model_updated:
-            self._record_versions()
-        else:  # a frozen weight belongs to the user, who may write it in a way that nothing records
+        if not is_model_updated:  # a frozen weight belongs to the user, who may write it in a way that nothing records
             self._copy_to_model([pair for pair in self._pairs if pair.master.grad is not None])
 
     @torch.no_grad()
     def _copy_to_model(self, pairs: Sequence[_MasterPair]) -> None:
         if pairs:
             torch._foreach_copy_([pair.model_param for pair in pairs], [pair.master for pair in pairs])
-        self._record_versions()
-
-    def _record_versions(self) -> None:
-        for pair in self._pairs:
-            pair.version = pair.model_param._version
-
-    @torch.no_grad()
-    def follow_model(self) -> None:
-        """Update the masters of parameters that were modified in place since the last step, except through `.data`."""
-        for pair in self._pairs:
-            if pair.model_param._version != pair.version:
-                update_master(pair.master, pair.model_param)
-                pair.version = pair.model_param._version
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Update the masters from model parameters that were changed, for example by loading a checkpoint.
+        """Update the masters from model parameters that were changed, by the user or by loading a checkpoint.
 
-        A master element that still rounds to the model's value keeps its precision, so weights and masters may be
-        loaded in either order.
+        Values are compared, as a write through `.data` changes no version counter. A master element that still rounds
+        to the model's value keeps its precision, so weights and masters may be loaded in either order.
         """
         for pair in self._pairs:
             update_master(pair.master, pair.model_param)

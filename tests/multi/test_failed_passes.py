@@ -269,6 +269,9 @@ class _Writes:
 
 
 WRITTEN = {
+    "ddp, masters": lambda: Booster(
+        plugin=TorchDDPPlugin(), mixed_precision=FP16NaiveMixedPrecision(initial_scale=2.0)
+    ),
     "zero 1, bf16": lambda: Booster(plugin=LowLevelZeroPlugin(precision="bf16", reduce_bucket_size_in_m=1e-6)),
     "zero 2, bf16": lambda: Booster(plugin=LowLevelZeroPlugin(stage=2, precision="bf16", overlap_allgather=True)),
     "zero 1, fp32": lambda: Booster(plugin=LowLevelZeroPlugin(precision="fp32")),
