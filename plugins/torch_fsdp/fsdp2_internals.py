@@ -41,10 +41,11 @@ def hooked_tensors(output: Any) -> Sequence[torch.Tensor]:
 
 # Note [Parts of sharded weights]
 # DTensor gathers a view across the sharded dimension, such as a row, into a copy, and a write to it is lost without a
-# word. So the tensor that the model shows between forwards is of a subclass. What operators return for it is, too, and
-# knows whether it is such a copy. The operators themselves run on plain DTensors.
+# word; random numbers for it differ from those of one process. So the tensor that the model shows between forwards is
+# of a subclass. What operators return for it is, too, and knows whether it is such a copy. The operators themselves run
+# on plain DTensors.
 class ShardedWeight(DTensor):
-    """DTensor that refuses writes to copies; see Note [Parts of sharded weights]."""
+    """DTensor that refuses writes to copies and random numbers; see Note [Parts of sharded weights]."""
 
     __slots__ = ()
 
@@ -69,6 +70,11 @@ class ShardedWeight(DTensor):
                 tensor.__dict__["_is_copy"] = _is_copy(sources[0]) or not _has_memory_of(tensor, sources[0])
             return tensor
 
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise ConfigError(
+                f"{func} draws random numbers for a weight that is sharded over the ranks, of which each would draw the"
+                " same ones for its shard: draw them inside of `with model.gathered():`, with equal seeds on all ranks"
+            )
         schema = func._schema
         given = [*args, *(kwargs.get(one.name) for one in schema.arguments[len(args) :])]
         for argument, value in zip(schema.arguments, given, strict=True):

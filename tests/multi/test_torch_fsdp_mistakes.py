@@ -122,6 +122,23 @@ def test_a_weight_meets_another_tensor_between_steps():
             use()
 
 
+@distributed(world_size=2)
+@pytest.mark.parametrize("draw", [nn.init.xavier_normal_, nn.init.uniform_, torch.rand_like, nn.functional.dropout])
+def test_random_numbers_for_a_sharded_weight(draw):
+    booster, model, _ = boosted()
+    weight = model.unwrap()[0][0].weight
+    if not isinstance(weight, ShardedWeight):
+        pytest.skip("torch before 2.13 does not call subclasses of DTensor")
+    with torch.no_grad(), pytest.raises(ConfigError, match=r"draws random numbers.*`with model.gathered\(\):`"):
+        draw(weight)
+    plain = net().to(booster.device)
+    with torch.no_grad(), model.gathered():
+        for one in (model.unwrap()[0][0].weight, plain[0][0].weight):
+            torch.manual_seed(7)
+            one.copy_(draw(one))
+    torch.testing.assert_close(model.state_dict()["0.0.weight"], plain[0][0].weight.detach())
+
+
 CHANGES = {
     "parametrized": lambda layer: nn.utils.parametrizations.weight_norm(layer),
     "pruned": lambda layer: nn.utils.prune.l1_unstructured(layer, "weight", 3),
