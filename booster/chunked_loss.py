@@ -111,7 +111,7 @@ class _ChunkedHead(nn.Module):
         compute = super().__call__
         if args or kwargs or hidden.dim() < 2:
             return compute(hidden, *args, **kwargs)
-        head = _Head(compute, tuple(self.parameters()), num_classes, chunk_size=chunk_size)
+        head = _Head.of(self, compute, num_classes, chunk_size=chunk_size)
         return ChunkedLogits.of(hidden, head)
 
 
@@ -129,6 +129,7 @@ class ChunkedLogits(DeferredLogits):
         "on logits that chunked_cross_entropy() computes in chunks would change none of them: call it on"
         " `logits.full_tensor()`, or leave chunked_cross_entropy() out"
     )
+    _instead = "leave chunked_cross_entropy() out"
     head: _Head
 
     def full_tensor(self) -> torch.Tensor:

@@ -13,6 +13,8 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from booster.errors import ConfigError
+
 from .compiling import not_compiled
 from .partial_logits import PartialLogits
 
@@ -22,16 +24,33 @@ class DeferredHead:
     """The head as a function of hidden states, and the functions that follow it.
 
     Attributes:
+        module: The module.
         compute: Call of the module.
         parameters: Its parameters.
         num_classes: Number of classes.
+        state: State of the module at the forward that the logits are of, see `_state_of`.
         steps: Elementwise functions of the logits, in order.
     """
 
+    module: nn.Module
     compute: Callable[[torch.Tensor], torch.Tensor]
     parameters: tuple[nn.Parameter, ...]
     num_classes: int
+    state: object
     steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, compute: Callable[[torch.Tensor], torch.Tensor], num_classes: int, **more: Any
+    ) -> Self:
+        """Return the head of a forward that runs now; `more` are attributes of a subclass."""
+        parameters = tuple(module.parameters())
+        return cls(module, compute, parameters, num_classes, _state_of(module, parameters), **more)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the module computes something else now than in the forward that the logits are of."""
+        return _state_of(self.module, self.parameters) != self.state
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits, which may be partial themselves."""
@@ -54,6 +73,7 @@ class DeferredLogits(PartialLogits):
         head: The head, and what follows it.
     """
 
+    _instead: str  # what to write for logits that are plain tensors
     hidden: torch.Tensor
     head: DeferredHead
     _full: torch.Tensor | None
@@ -89,15 +109,30 @@ class DeferredLogits(PartialLogits):
         return self._with(self.hidden, head, function(self._like()))
 
     def _with(self, hidden: torch.Tensor, head: DeferredHead, like: torch.Tensor) -> DeferredLogits:
-        return self.of(hidden, head, like)
+        with self._grad_mode():
+            return self.of(hidden, head, like)
+
+    def _grad_mode(self) -> torch.set_grad_enabled:
+        """Logits without a gradient, as of a forward under `no_grad`, have none wherever they are computed."""
+        return torch.set_grad_enabled(torch.is_grad_enabled() and self.requires_grad)
+
+    def _check_unchanged(self) -> None:
+        if self.head.is_changed:
+            raise ConfigError(
+                "these logits are computed where they are read first, and the weights of the output head, its adapters"
+                " or its mode have changed since the forward, as by optimizer.step() or disable_adapter(): read them"
+                f" before, as in logits = outputs.logits.full_tensor(), or {self._instead}"
+            )
 
     def _like(self) -> torch.Tensor:
         return torch.empty(0, dtype=self.dtype, device=self.device)
 
     def full_tensor(self) -> torch.Tensor:
-        if self._full is None or (torch.is_grad_enabled() and not self._full.requires_grad):
-            self._full = self.head.full_logits(self.hidden) if self.is_connected else _FullLogits.apply(self)  # type: ignore[no-untyped-call]
-        return self._full
+        with self._grad_mode():
+            if self._full is None or (torch.is_grad_enabled() and not self._full.requires_grad):
+                self._check_unchanged()
+                self._full = self.head.full_logits(self.hidden) if self.is_connected else _FullLogits.apply(self)  # type: ignore[no-untyped-call]
+            return self._full
 
     def losses_of(self, hidden: torch.Tensor, target: torch.Tensor, **options: Any) -> torch.Tensor:
         """Return the loss of each row.
@@ -129,14 +164,16 @@ class DeferredLogits(PartialLogits):
         reduction: str,
         label_smoothing: float,
     ) -> Any:
+        self._check_unchanged()
         flat = target.reshape(-1)
-        losses = self.losses_of(
-            self.hidden.reshape(-1, self.hidden.shape[-1]),
-            flat,
-            weight=weight,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-        )
+        with self._grad_mode():
+            losses = self.losses_of(
+                self.hidden.reshape(-1, self.hidden.shape[-1]),
+                flat,
+                weight=weight,
+                ignore_index=ignore_index,
+                label_smoothing=label_smoothing,
+            )
         if reduction == "none":
             return losses.view(target.shape)
         total = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
@@ -165,6 +202,19 @@ def cross_entropy_of_rows(
     """Compute the logits of some rows, and return the loss of each."""
     logits = head(hidden)
     return nn.functional.cross_entropy(logits, target.to(logits.device), reduction="none", **options)
+
+
+def _state_of(module: nn.Module, parameters: Sequence[nn.Parameter]) -> object:
+    """Return what tells that a module computes something else later: versions of its weights, flags of adapters."""
+    inner = list(module.modules())
+    ignored = {"training"} if len(inner) == 1 else set()  # a linear layer by itself has no dropout
+    flags = [
+        (name, str(value))
+        for one in inner
+        for name, value in vars(one).items()
+        if isinstance(value, (bool, int, str, list)) and name not in ignored
+    ]
+    return flags, [parameter._version for parameter in parameters]
 
 
 def _is_of_fsdp2(hook: Callable[..., Any]) -> bool:

@@ -389,6 +389,41 @@ def test_logits_are_whole_to_whom_reads_them():
     assert type(plain(**batch).logits) is torch.Tensor
 
 
+@distributed(world_size=2)
+def test_logits_of_a_forward_without_gradients_have_none_where_they_are_read():
+    serial = build("llama")
+    booster, model, optimizer = boosted(copy.deepcopy(serial), LAYOUTS["all_to_all 2"][1])
+    serial.to(booster.device)
+    plain = torch.optim.SGD(serial.parameters(), lr=0.1, momentum=0.9)
+    before = {key: value.clone() for key, value in serial.state_dict().items()}
+    losses = []
+    for one in (serial, model):
+        batch = batch_of(0)
+        labels = batch.pop("labels")
+        with torch.no_grad():
+            reference = one(**batch_of(1)).logits
+        logits = one(**batch).logits
+        losses.append(F.cross_entropy(logits.flatten(0, 1), (reference.float() / 2).flatten(0, 1).softmax(-1)))
+        losses[-1] = losses[-1] + OWN_TOKENS["mean"](logits, labels)
+        assert not OWN_TOKENS["mean"](reference, labels).requires_grad
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
+    step_both(*losses, plain, booster, optimizer)
+    compare_weights(model, serial, before)
+
+
+@distributed(world_size=2)
+def test_logits_that_are_read_after_the_step_say_so():
+    booster, model, optimizer = boosted(build("llama"), LAYOUTS["all_to_all 2"][1])
+    read, late = model(**batch_of(0)), model(**batch_of(0))
+    expected = read.logits.full_tensor().detach().clone()
+    booster.backward(late.loss, optimizer)
+    optimizer.step()
+    assert torch.equal(read.logits.argmax(-1), expected.argmax(-1))
+    for use in (lambda: late.logits.argmax(-1), lambda: F.cross_entropy(late.logits[0], batch_of(0)["labels"][0])):
+        with pytest.raises(ConfigError, match=r"changed since the forward.*full_tensor.*parallel_output=False"):
+            use()
+
+
 @pytest.mark.parametrize("checkpoints", [False, True])
 @pytest.mark.parametrize("layout", ["all_to_all 2", "ring_attn 2", "all_to_all 4", "ring_attn 4"])
 @pytest.mark.parametrize("name", SHORT)

@@ -128,6 +128,32 @@ def test_without_gradients():
     torch.testing.assert_close(loss, cross_entropy(plain(x), target))
 
 
+def test_logits_of_a_forward_without_gradients_have_none_where_they_are_read():
+    _, chunked = pair()
+    x, target = inputs()
+    with torch.no_grad():
+        logits = chunked(x)
+    assert not cross_entropy(logits.float() / 2, target).requires_grad
+    assert not logits[:2].softmax(-1).requires_grad
+
+
+def test_logits_of_changed_weights_or_adapters_are_an_error():
+    _, chunked = pair()
+    x, target = inputs()
+    for change in (
+        lambda: chunked.head.weight.detach().zero_(),
+        lambda: setattr(chunked.head, "_disable_adapters", True),
+    ):
+        logits = chunked(x)
+        change()
+        for use in (lambda logits: logits[-2:].argmax(-1), lambda logits: cross_entropy(logits, target)):
+            with pytest.raises(ConfigError, match=r"changed since the forward.*leave chunked_cross_entropy\(\) out"):
+                use(logits)
+    logits = chunked(x)
+    chunked.eval()
+    logits[-2:].argmax(-1)  # a linear layer computes the same in both modes
+
+
 def test_what_would_be_lost_is_an_error():
     _, chunked = pair()
     x, _ = inputs()

@@ -61,7 +61,7 @@ class _TokenParallelHead(nn.Module):
         if args or kwargs or hidden.dim() < 2 or current_layer() is not None:
             return compute(hidden, *args, **kwargs)
         sp_group, num_classes = self.__dict__[_ATTRIBUTE]
-        head = _Head(compute, tuple(self.parameters()), num_classes, sp_group=sp_group)
+        head = _Head.of(self, compute, num_classes, sp_group=sp_group)
         return TokenParallelLogits.of(hidden, head)
 
 
@@ -79,6 +79,7 @@ class TokenParallelLogits(DeferredLogits):
         "on logits whose cross-entropy each rank computes of its own tokens would change none of them: call it on"
         " `logits.full_tensor()`, or give parallel_output=False to the plugin"
     )
+    _instead = "give parallel_output=False to the plugin"
     head: _Head
 
     def losses_of(self, hidden: torch.Tensor, target: torch.Tensor, **options: Any) -> torch.Tensor:
