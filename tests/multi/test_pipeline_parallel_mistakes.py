@@ -362,5 +362,47 @@ def test_a_value_that_goes_round_the_layers():
     assert "'embed', which an earlier stage holds" in found[1][1]
 
 
+class ReadingTheEmbedding(nn.Module):
+    """Computes its head with the embedding's weight, read or as a module's own, and looks at values, as `Skipping`."""
+
+    def __init__(self, is_tied: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 6)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.head = nn.Linear(6, 7, bias=False) if is_tied else None
+        if is_tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        hidden = self.embed(x)
+        for layer in self.layers[int(x[0, 0]) < 0 :]:
+            hidden = torch.tanh(layer(hidden))
+        return nn.functional.linear(hidden, self.embed.weight) if self.head is None else self.head(hidden)
+
+
+def run_reading(is_tied: bool) -> str:
+    torch.manual_seed(0)
+    raw = ReadingTheEmbedding(is_tied)
+    booster = Booster(plugin=HybridParallelPlugin(pp_size=2, num_microbatches=2, precision="fp32", split=["layers.2"]))
+    expected = copy.deepcopy(raw).to(booster.device)
+    model, optimizer, *_ = booster.boost(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+    batch = torch.arange(4, device=booster.device).reshape(2, 2)
+    try:
+        found = booster.execute_pipeline(
+            iter([batch]), model, lambda outputs, _: outputs.square().mean(), optimizer, return_loss=True
+        )
+    except Exception as error:
+        return str(error)
+    torch.testing.assert_close(found["loss"], expected(batch).square().mean().detach())
+    return "no error"
+
+
+def test_a_parameter_of_another_stage_that_the_forward_reads():
+    found = run_ranks(run_reading, 2, False, **SOON_TOLD)
+    assert all("the parameter 'embed.weight'" in text for text in found), found
+    assert "head.weight = embedding.weight" in found[1]
+    assert run_ranks(run_reading, 2, True) == ["no error"] * 2
+
+
 def test_a_model_that_runs_all_layers_is_trained():
     assert run_ranks(run_skipping, 2, -1, False) == [("", "no error")] * 2

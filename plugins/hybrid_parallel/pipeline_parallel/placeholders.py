@@ -78,13 +78,15 @@ class PlaceholderModules:
     Attributes:
         context: Context of the chunk forward in progress.
         device: Device of their outputs.
-        leaves: Scalar of each placeholder's outputs, by module name and dtype.
+        leaves: Scalar of each placeholder's outputs, by module name and dtype, and of parameters read from them.
+        parameters: Names of these parameters.
         is_on_meta: Whether a placeholder is running on the meta device.
     """
 
     context: ChunkContext
     device: torch.device
     leaves: dict[tuple[str, torch.dtype], torch.Tensor] = field(default_factory=dict)
+    parameters: set[str] = field(default_factory=set)
     is_on_meta: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlaceholderModules:
@@ -107,6 +109,11 @@ class PlaceholderModules:
         expanded = self.leaves[key].expand(like.shape)
         return expanded.clone() if self.context.plan.overwrites_embeddings else expanded
 
+    def parameter_values(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
+        """Return what stands for a parameter that the forward reads; see `values`."""
+        self.parameters.add(name)
+        return self.values(name, parameter)
+
     def check_independent(self, tensors: Sequence[torch.Tensor]) -> None:
         """Check that tensors do not depend on outputs of placeholders.
 
@@ -116,6 +123,13 @@ class PlaceholderModules:
         names = {id(leaf): name for (name, _), leaf in self.leaves.items()}
         for node in _nodes_behind(tensors):
             name = names.get(id(getattr(node, "variable", None)))
+            if name in self.parameters:
+                raise ConfigError(
+                    f"this pipeline stage computes with the parameter {name!r}, which the forward reads and an earlier"
+                    " stage holds: let a module behind the layers have it, too, before boost(), as in head ="
+                    " nn.Linear(..., bias=False); head.weight = embedding.weight, and call that module. Both stages"
+                    " then hold it, with one gradient"
+                )
             if name is not None:
                 raise ConfigError(
                     f"what this pipeline stage computes depends on {name!r}, which an earlier stage holds, by a way"
@@ -172,7 +186,7 @@ class _Placeholder(nn.Module):
                 return absent.buffers[name]
             parameter = absent.parameters[name]
             own_name, placeholders = self.__dict__["_pipeline_placeholder"]
-            return None if parameter is None else placeholders.values(own_name, parameter)
+            return None if parameter is None else placeholders.parameter_values(f"{own_name}.{name}", parameter)
 
     def __setattr__(self, name: str, value: Any) -> None:
         absent = self.__dict__.get(_ABSENT)
