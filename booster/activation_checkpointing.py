@@ -84,7 +84,8 @@ def layers_without_policy(model: nn.Module) -> dict[str, nn.Module]:
     if not layers:
         raise ConfigError(
             f"checkpoint_activations(): {type(model).__name__} has no stack of equal layers to recompute: put the"
-            " layers in an nn.ModuleList, or call torch.utils.checkpoint in the model's forward"
+            " layers, of one class of your own, in an nn.ModuleList, or call torch.utils.checkpoint in the model's"
+            " forward"
         )
     for name, layer in layers.items():
         if policy_of(layer) is not None or is_checkpointed_by_transformers(layer):

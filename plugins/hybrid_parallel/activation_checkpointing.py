@@ -115,7 +115,7 @@ def check_stacks(model: nn.Module, stacks: Sequence[Sequence[str]]) -> None:
     if not any(stacks):
         raise ConfigError(
             f"gradient_checkpoint_config was given, but {type(model).__name__} has no stack of equal layers to"
-            " recompute: leave it out, or put the layers in an nn.ModuleList"
+            " recompute: leave it out, or put the layers, of one class of your own, in an nn.ModuleList"
         )
 
 

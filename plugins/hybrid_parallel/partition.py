@@ -394,7 +394,8 @@ class ModelPartitioner:
         if self._arguments.sequence_mode is not None and not any(plan.stacks):
             raise ConfigError(
                 f"sequence_parallelism_mode={self._arguments.sequence_mode!r} shards sequences within stacks of layers,"
-                f" but {type(model).__name__} has none: leave it out, or put the layers in an nn.ModuleList"
+                f" but {type(model).__name__} has none: leave it out, or put the layers, of one class of your own, in"
+                " an nn.ModuleList"
             )
         if self.sp_group is not None:
             check_only_attention_mixes_tokens(model, plan.stacks)
