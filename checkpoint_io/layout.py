@@ -253,11 +253,15 @@ def as_path(checkpoint: str | os.PathLike[str]) -> Path:
     """Convert the user's path.
 
     Raises:
-        ConfigError: The path is empty.
+        ConfigError: The path is empty, or no file can have it as its name.
     """
     text = os.fspath(checkpoint)
     if not text:
         raise ConfigError("the checkpoint's path is empty: give a file or a directory")
+    if "\0" in text or text.encode(errors="ignore").decode() != text:
+        raise ConfigError(
+            f"the checkpoint's path {text!r} has a character that is NUL or not in UTF-8: give one without it"
+        )
     return Path(text)
 
 

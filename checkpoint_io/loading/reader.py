@@ -362,7 +362,7 @@ class _CheckpointOpener:
         except FileNotFoundError as error:
             if path.name not in self._sibling_names(path):  # else it is a dangling link, and opening it raises
                 raise CheckpointError(
-                    f"{path} does not exist: give a file or a directory that holds a {self._kind.name}"
+                    f"{path} does not exist: give a file or a directory that holds the {self._kind.name}"
                 ) from error
         except (OSError, ValueError) as error:  # ValueError: a NUL in the name
             raise cannot_open(path, error) from error

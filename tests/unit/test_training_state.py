@@ -399,6 +399,9 @@ class TestArguments:
             run.booster.save(tmp_path / "file", model=run.model)
         with pytest.raises(ConfigError, match="path is empty"):
             run.booster.save("", model=run.model)
+        for name in ("a\0b", "a\udc80b"):
+            with pytest.raises(ConfigError, match="NUL or not in UTF-8"):
+                run.booster.save(tmp_path / name, model=run.model)
 
     def test_objects(self, tmp_path):
         run = Run()
