@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.errors import CheckpointError
+from booster.errors import CheckpointError, format_list
 
 from .accumulation import AccumulationState
 from .model_wrapper import ModelWrapper
@@ -25,6 +25,7 @@ MASTER = "master"
 # Hyperparameters that select an implementation and don't change the result.
 _IMPLEMENTATION_CHOICES = {"foreach", "fused", "capturable", "differentiable", "maximize"}
 _NAME_KEYS = ("params", "param_names")  # of a group; "param_names" exists if torch's optimizer was given names
+_MAX_LISTED = 10  # differences, and names in each of them, in a message
 _OWNER = "@"  # before the owner of a state that one plugin stores for itself
 
 
@@ -154,10 +155,17 @@ class OptimizerState:
         """
         problems = list(self._differences(specs, values))
         if problems:
-            listed = "".join(f"\n  - {problem}" for problem in problems)
+            listed = "".join(f"\n  - {problem}" for problem in problems[:_MAX_LISTED])
+            more = f"\n  - and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
+            advice = "Build the optimizer with the same param groups over the same model as the one that was saved"
+            theirs = [name for group in values["param_groups"] for name in group["params"]]
+            if _are_numbers(theirs) != _are_numbers(self.named_parameters()):
+                advice = (
+                    "One of the two was not boosted, and knows its parameters by numbers only: build that one from"
+                    " names, such as AdamW(model.named_parameters())"
+                )
             raise CheckpointError(
-                f"the stored optimizer state does not match this optimizer, nothing was loaded:{listed}\nBuild the"
-                " optimizer with the same param groups over the same model as the one that was saved"
+                f"the stored optimizer state does not match this optimizer, nothing was loaded:{listed}{more}\n{advice}"
             )
         if self._allocator is not None:
             self._allocator.prepare_states()
@@ -349,14 +357,22 @@ class OptimizerState:
             return
         for index, (stored, group) in enumerate(zip(stored_groups, groups, strict=True)):
             ours, theirs = {name for name, _ in group}, set(stored["params"])
-            yield from (f"group {index}: {name!r} is missing in the checkpoint" for name in sorted(ours - theirs))
-            yield from (f"group {index}: {name!r} is not in this optimizer" for name in sorted(theirs - ours))
+            differing = {"missing in the checkpoint": ours - theirs, "not in this optimizer": theirs - ours}
+            for where, names in differing.items():
+                if names:
+                    listed = format_list((repr(name) for name in sorted(names)), _MAX_LISTED)
+                    yield f"group {index}: {listed} {'is' if len(names) == 1 else 'are'} {where}"
         for name, shape in values["shapes"].items():
             here = self._layout(named[name]).logical_shape if name in named else tuple(shape)
             if tuple(shape) != here:
                 yield f"{name!r} has shape {tuple(shape)} in the checkpoint, {here} here"
         unknown = [full for full in specs if full.rsplit(".", 1)[0] not in values["shapes"]]
         yield from (f"tensor {full!r} belongs to no stored parameter" for full in sorted(unknown))
+
+
+def _are_numbers(names: Collection[str]) -> bool:
+    """Return whether these are the names of a plain optimizer that was built without names."""
+    return bool(names) and all(name.isdecimal() for name in names)
 
 
 def _as_stored(part: TensorSlice, spec: TensorSpec) -> TensorSlice:

@@ -19,7 +19,7 @@ from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.logger import get_dist_logger
 from booster.pytree import map_tensors
-from booster.validation import check_clipping, check_count, check_path, error_of
+from booster.validation import check_clipping, check_count, error_of
 
 from .batches import as_batch, batches_of, check_loader, is_last_batch, join_batches, loss_of
 from .checkpoint_hook import CheckpointHook
@@ -208,8 +208,11 @@ class Trainer(TrainerState):
             check_count(evaluate_every=evaluate_every)
             if eval_loader is None:
                 raise ConfigError(f"evaluate_every={evaluate_every} has nothing to evaluate: pass an eval_loader")
-        if resume is not None:
-            check_path("resume", resume)
+        if resume is not None and not isinstance(resume, (str, PathLike)):
+            raise ConfigError(
+                f"fit(resume={resume!r}): give resume={_AUTO!r} for the latest checkpoint of the CheckpointHook, if"
+                " there is one, or the path of a checkpoint"
+            )
         if resume == _AUTO and self._checkpoint_path is None:
             raise ConfigError("resume='auto' continues from the path of a CheckpointHook, and there is none: add one")
 

@@ -281,6 +281,12 @@ def _load_torch(storage: Storage, file: OpenFile) -> Any:
 def _checked_tensors(content: Any, source_name: str) -> dict[str, torch.Tensor]:
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{source_name} holds a {type(content).__name__}: save a state_dict, tensors by name")
+    if set(content) == {"state", "param_groups"}:
+        raise CheckpointError(
+            f"{source_name} holds the state_dict of a torch optimizer, which knows parameters by numbers only: load it"
+            " into such an optimizer that is built from names, as AdamW(model.named_parameters()), by its"
+            " load_state_dict(), save that one with save_optimizer(), and load the result"
+        )
     for name, tensor in content.items():
         is_dense_on_cpu = (
             type(tensor) in (torch.Tensor, torch.nn.Parameter)
@@ -289,8 +295,9 @@ def _checked_tensors(content: Any, source_name: str) -> dict[str, torch.Tensor]:
             and not tensor.is_quantized
         )
         if not isinstance(name, str) or not is_dense_on_cpu:
+            plain = f"torch.load(path)[{name!r:.200}]" if isinstance(tensor, Mapping) else "model.state_dict()"
             raise CheckpointError(
                 f"{source_name} holds a {type(tensor).__name__} under {str(name)[:200]!r}: save a plain state_dict,"
-                " tensors by name, for example torch.save(model.state_dict(), path)"
+                f" tensors by name, for example torch.save({plain}, new_path)"
             )
     return {name: tensor.detach() for name, tensor in content.items()}

@@ -189,12 +189,12 @@ def _find(
             seen_from = "" if root.is_absolute() else f", seen from {Path.cwd()}"
             raise CheckpointError(
                 f"{root} does not exist{seen_from}, so it holds no training state: give a directory that"
-                " booster.save() wrote, or pass missing_ok=True to start without one"
+                " booster.save() wrote, or pass missing_ok=True to load() to start without one"
             )
         raise CheckpointError(
             f"{root} holds no training state, neither directly nor as a step-... directory: give a directory"
-            " that booster.save() wrote (one with a model alone is for load_model()), or pass missing_ok=True to start"
-            " without one"
+            " that booster.save() wrote (one with a model alone is for load_model()), or pass missing_ok=True to"
+            " load() to start without one"
         )
 
     payloads, of_rank = all_gather_bytes(ranks.run_on_all_ranks(find, action), ranks.group)

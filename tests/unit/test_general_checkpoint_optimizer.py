@@ -325,3 +325,27 @@ def test_states_that_a_load_would_lose_are_refused(tmp_path, form, kept, message
     with pytest.raises(CheckpointError, match=message):
         IO.save_optimizer(optimizer, tmp_path / name, **options)
     assert names_in(tmp_path) == []
+
+
+def test_states_with_numbers_and_with_names_say_how_to_build_the_optimizer(tmp_path):
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(20)))
+    numbered, named = SGD(model.parameters(), lr=0.1), SGD(model.named_parameters(), lr=0.1)
+    IO.save_optimizer(numbered, tmp_path / "numbered.safetensors")
+    IO.save_optimizer(named, tmp_path / "named.safetensors")
+    torch.save(numbered.state_dict(), tmp_path / "torch.pt")
+    for optimizer, other in ((named, "numbered"), (numbered, "named")):
+        with pytest.raises(
+            CheckpointError, match=r"and 30 more are missing in[^$]*AdamW\(model.named_parameters\(\)\)"
+        ):
+            IO.load_optimizer(optimizer, tmp_path / f"{other}.safetensors")
+    with pytest.raises(CheckpointError, match=r"load_state_dict\(\), save that one with save_optimizer\(\)"):
+        IO.load_optimizer(named, tmp_path / "torch.pt")
+    named.load_state_dict(torch.load(tmp_path / "torch.pt"))  # as the error says
+    IO.save_optimizer(named, tmp_path / "again.safetensors")
+    IO.load_optimizer(named, tmp_path / "again.safetensors")
+
+
+def test_a_file_of_several_parts_names_the_part_to_save(tmp_path):
+    torch.save({"model": Net().state_dict(), "epoch": 1}, tmp_path / "all.pt")
+    with pytest.raises(CheckpointError, match=r"torch.save\(torch.load\(path\)\['model'\], new_path\)"):
+        IO.load_model(Net(), tmp_path / "all.pt")

@@ -367,7 +367,7 @@ def test_wrong_arguments_of_a_trainer(arguments, message):
         ({"steps": 0}, "steps=0 is not a count"),
         ({"epochs": 1, "evaluate_every": 2}, "has nothing to evaluate"),
         ({"epochs": 1, "resume": "auto"}, "there is none: add one"),
-        ({"epochs": 1, "resume": 3}, "resume must be a path"),
+        ({"epochs": 1, "resume": 3}, r"fit\(resume=3\): give resume='auto'"),
         ({"epochs": 1, "eval_loader": 3}, "eval_loader must be iterable"),
     ],
 )
