@@ -36,7 +36,8 @@ def decode_state(
     if missing:
         raise ConfigError(
             f"a loader state without {', '.join(missing)} (it has {', '.join(sorted(map(str, state))) or 'nothing'}) is"
-            " of another kind of loader: pass the state_dict() of a loader with the same distributed_sampler_cls"
+            " of another kind of loader: pass the state_dict() of a loader of the same kind of dataset, map-style or a"
+            " stream, and with the same sampler or distributed_sampler_cls"
         )
     for key in sorted(expected & {"epoch", "samples_consumed", "batches_consumed"}):
         if not isinstance(state[key], int) or state[key] < 0:

@@ -531,7 +531,7 @@ def _find_file_names(directory: DirectoryReader, kind: FileKind) -> FileNames:
         advice = "It is an adapter of peft: booster.enable_lora(model, pretrained_dir=...) loads it, before boost()"
     raise CheckpointError(
         f"{directory.path} holds no {kind.name} checkpoint: found neither {plain.index} nor {plain.single} nor .bin"
-        f" files, only {format_names(other_files)}. {advice}"
+        f" files, {f'only {format_names(other_files)}' if other_files else 'nor any other checkpoint file'}. {advice}"
     ) from FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(directory.path))
 
 

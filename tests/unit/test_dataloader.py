@@ -368,3 +368,9 @@ def test_nested_passes_over_one_loader_have_their_own_flags():
     assert not one.is_last_batch
     inner.close()
     assert one.is_last_batch
+
+
+def test_a_state_of_another_kind_of_dataset_is_refused_with_what_to_pass():
+    state = prepare_dataloader(Numbers(4), 2, dp_rank=0, dp_size=1).state_dict()
+    with pytest.raises(ConfigError, match="the same kind of dataset, map-style or a stream"):
+        prepare_dataloader(StatefulStream(), 2, dp_rank=0, dp_size=1).load_state_dict(state)
