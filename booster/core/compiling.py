@@ -30,6 +30,10 @@ _SKIPS = "skip_fwd_side_effects_in_bwd_under_checkpoint"  # a setting of torch._
 # of these modules run in the graph, so that what they prepare must be prepared by a hook of the layer.
 LAYER_OF_COMPILED = "_layer_of_compiled_modules"
 
+# Attribute of a compiled layer with a function that is called before activation checkpointing runs its graph again,
+# which is below the hooks of the layer.
+BEFORE_RECOMPUTATION = "_before_recomputation"
+
 
 def not_compiled(function: _Function) -> _Function:
     """Exclude a function and all functions that it calls from torch.compile.
@@ -144,6 +148,9 @@ def _compiled_members(base: type[nn.Module], options: Mapping[str, Any], recompu
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not getattr(self, _IS_ENABLED):
             return base.forward(self, *args, **kwargs)
+        prepare = vars(self).get(BEFORE_RECOMPUTATION)
+        if prepare is not None and torch._C._current_graph_task_id() != -1:
+            prepare()
         if not recomputes:
             return _run(compiled, self, args, kwargs)
         try:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 from booster.comm.fake import unseen_by_modes
-from booster.core.compiling import LAYER_OF_COMPILED, EagerHook, not_compiled
+from booster.core.compiling import BEFORE_RECOMPUTATION, LAYER_OF_COMPILED, EagerHook, not_compiled
 from booster.errors import ConfigError, format_list
 from booster.lazy_init.materialize import METADATA_FUNCTIONS
 from booster.plugins.sharding.deferred_init import sharded_copy_error
@@ -353,7 +353,7 @@ class ModuleHooks:
                 param.has_grad_hook = True
 
     def _watch(self, module: nn.Module, compiled: Mapping[nn.Module, nn.Module]) -> None:
-        is_layer = module in compiled.values()  # its graph reads all weights; see Note [Compiled layers]
+        is_layer = module in compiled.values()  # its graph reads all weights, unseen; see Note [Compiled layers]
         own = [self.params[id(one)] for one in module.parameters(recurse=is_layer) if id(one) in self.params]
         if not own and not any(True for _ in module.children()):
             return
@@ -363,6 +363,8 @@ class ModuleHooks:
             before, after = EagerHook(before), EagerHook(after)
         self._handles.append(module.register_forward_pre_hook(before, prepend=True))
         self._handles.append(module.register_forward_hook(after, always_call=True))
+        if is_layer:
+            module.__dict__[BEFORE_RECOMPUTATION] = ModuleHook(lambda: self.read_again(own))
         if own:
             is_in_graph = is_layer or module in compiled
             module._parameters = HookedParameters(module._parameters, self, type(module), is_in_graph)
@@ -426,13 +428,16 @@ class ModuleHooks:
     def note_read(self, parameter: nn.Parameter) -> None:
         """Handle a read of a module's parameter."""
         param = self.params.get(id(parameter))
-        if param is None or (param.num_pins > 0 and not param.is_overwritten and param.chunk.is_gathered):
-            return
+        if param is not None and (param.num_pins == 0 or param.is_overwritten or not param.chunk.is_gathered):
+            self.read_again((param,))
+
+    def read_again(self, params: Sequence[ChunkParam]) -> None:
+        """Gather weights for the running module or, if none is, for what backward recomputes."""
         with unseen_by_modes():
             if not self._running:
                 self._note_backward()
-            self.manager.need((param,))
-            (self._running[-1] if self._running else self._again).pin((param,))
+            self.manager.need(params)
+            (self._running[-1] if self._running else self._again).pin(params)
 
     # Outside of modules.
 

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from zoo import get_model, split_batch
 
-from booster import Booster, chunked_cross_entropy
+from booster import Booster, checkpoint_activations, chunked_cross_entropy
 from booster.device import current_device
 
 pytestmark = pytest.mark.on_device
@@ -420,3 +420,55 @@ def test_multi_head_attention_of_torch():
     for (losses, _), (other, num_breaks) in zip(expected, found, strict=True):
         assert num_breaks == 0
         assert other == pytest.approx(losses, rel=1e-5)
+
+
+class Stack(nn.Module):
+    """Layers of twice 64 x 65 weights, a chunk each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(_Layer() for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def train_recomputed(compiled, plugin, arguments):
+    """Return the losses of four steps, with layers that are recomputed."""
+    torch._dynamo.reset()
+    model = Stack()
+    checkpoint_activations(model)
+    booster = Booster(plugin=make_plugin(plugin, arguments), compile=compiled and {"backend": "aot_eager"})
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    losses = []
+    for step in range(4):
+        batch = torch.randn(4, 64, generator=torch.Generator().manual_seed(step)).to(booster.device)
+        loss = model(batch).square().mean()
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_compiled_layers_are_recomputed_with_weights_that_were_kept_or_evicted():
+    num_weights = 2 * 64 * 65
+    own_and_four_chunks = 4 * 4 * 6 * num_weights // 2 + 4 * 4 * num_weights
+    evicting = {"precision": "fp32", "chunk_config_dict": {"chunk_size": num_weights}, "max_prefetch": 0}
+    evicting["device_memory_budget"] = own_and_four_chunks
+    expected = run_ranks(train_recomputed, 2, False, "torch_ddp", {})[0]
+    for plugin, arguments in (("gemini", {"precision": "fp32"}), ("gemini", evicting), ("torch_fsdp", {})):
+        for losses in run_ranks(train_recomputed, 2, True, plugin, arguments, timeout=120):
+            assert losses == pytest.approx(expected, rel=1e-5)
