@@ -360,13 +360,13 @@ class Transaction:
         kind = storage.kind(Path(os.path.realpath(target)))
         if self._is_directory and kind not in ("directory", None):
             raise ConfigError(
-                f"{target} is a file, but a directory is to be written: give another path, or save_model() and"
-                " save_optimizer() a name that ends in .safetensors, without shard=True, for one file"
+                f"{target} is a file, but a directory is to be written: give another path, or for one file a name that"
+                " ends in .safetensors, without shard=True, which save_model() and save_optimizer() take"
             )
         if not self._is_directory and kind not in ("file", None):
             raise ConfigError(
-                f"{target} is a directory or not a regular file, but one file is to be written: give a file name,"
-                " or save_model() and save_optimizer() shard=True"
+                f"{target} is a directory or not a regular file, but one file is to be written: give a file name, or"
+                " pass shard=True to save_model() or save_optimizer()"
             )
         storage.make_parents(target)
         self.clear_leftovers()
