@@ -295,7 +295,11 @@ def _checked_tensors(content: Any, source_name: str) -> dict[str, torch.Tensor]:
             and not tensor.is_quantized
         )
         if not isinstance(name, str) or not is_dense_on_cpu:
-            plain = f"torch.load(path)[{name!r:.200}]" if isinstance(tensor, Mapping) else "model.state_dict()"
+            plain = (
+                f"torch.load(path, weights_only=True)[{name!r:.200}]"
+                if isinstance(tensor, Mapping)
+                else "model.state_dict()"
+            )
             raise CheckpointError(
                 f"{source_name} holds a {type(tensor).__name__} under {str(name)[:200]!r}: save a plain state_dict,"
                 f" tensors by name, for example torch.save({plain}, new_path)"

@@ -347,5 +347,7 @@ def test_states_with_numbers_and_with_names_say_how_to_build_the_optimizer(tmp_p
 
 def test_a_file_of_several_parts_names_the_part_to_save(tmp_path):
     torch.save({"model": Net().state_dict(), "epoch": 1}, tmp_path / "all.pt")
-    with pytest.raises(CheckpointError, match=r"torch.save\(torch.load\(path\)\['model'\], new_path\)"):
+    with pytest.raises(
+        CheckpointError, match=r"torch.save\(torch.load\(path, weights_only=True\)\['model'\], new_path\)"
+    ):
         IO.load_model(Net(), tmp_path / "all.pt")
