@@ -309,20 +309,6 @@ class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
         modules: Iterator[tuple[str, nn.Module]] = self.unwrap().named_modules(memo, prefix, remove_duplicate)
         return modules
 
-    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the user's modules of the first level under the user's names."""
-        children: Iterator[tuple[str, nn.Module]] = self.unwrap().named_children()
-        return children
-
-    def apply(self, fn: Callable[[nn.Module], None]) -> ModelWrapper:
-        """Call a function of each of the user's modules, inner ones first."""
-        self.unwrap().apply(fn)
-        return self
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ModelWrapper:
-        self.module._apply(fn, recurse)
-        return self
-
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the user's model's `state_dict` on this rank."""
         self.require_complete()

@@ -133,16 +133,6 @@ def by_modules(model, inputs, step):
     return modules["down"](torch.tanh(modules["up"](inputs))).square().mean()
 
 
-def by_children(model, inputs, step):
-    seen = []
-    model.apply(seen.append)
-    up, down = model.children()
-    assert seen[:2] == [up, down]
-    assert len(seen) == 3
-    assert isinstance(seen[2], Net)
-    return down(torch.tanh(up(inputs))).square().mean()
-
-
 def by_property(model, inputs, step):
     return model.total * model(inputs).square().mean()
 
@@ -170,11 +160,6 @@ def train_by(name, loss_of):
 @pytest.mark.parametrize("name", ["ddp", "zero 1", "gemini", "fsdp", "tp"])
 def test_a_buffer_set_between_forward_and_backward_leaves_the_graph_valid(name):
     run_ranks(train_by, 2, name, scaled)
-
-
-@pytest.mark.parametrize("name", ["ddp", "zero 1", "gemini", "fsdp", "tp"])
-def test_children_are_those_of_the_users_module(name):
-    run_ranks(train_by, 2, name, by_children)
 
 
 @pytest.mark.parametrize("loss_of", [by_submodules, by_names, by_modules, by_property])
