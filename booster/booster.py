@@ -106,8 +106,6 @@ class Booster(CheckpointMethods):
 
     def _use(self, plugin: Plugin, mixed_precision: str | MixedPrecision | None) -> None:
         self.plugin = plugin
-        if plugin.device.type == "cpu":
-            keep_freed_memory()
         self.mixed_precision = resolve_mixed_precision(mixed_precision, plugin)
         self.checkpoint_io: CheckpointIO = plugin.get_checkpoint_io()
 
@@ -236,6 +234,8 @@ class Booster(CheckpointMethods):
         if self.plugin.dp_size > 1 or (wrapped is not None and wrapped.loss_scaler is not None):
             refuse_plain_criterion(users_criterion, boosted)
         malloc_trim(0)  # the weights that other ranks have now
+        if self.plugin.device.type == "cpu":
+            keep_freed_memory()
         return boosted, wrapped, criterion, dataloader, lr_scheduler
 
     @timeout_scope("checkpoint")

@@ -430,7 +430,8 @@ class HybridModel(ZeroModel):
 
 def _gather_attention_weights(module: nn.Module, tp_group: TensorParallelGroup) -> None:
     """Have transformers' models in a module return attention weights of all heads; each rank has those of its own."""
-    num_heads = set(_numbers_of_heads(module.config)) if hasattr(module, "save_pretrained") else set()
+    config = getattr(module, "config", None) if hasattr(module, "save_pretrained") else None
+    num_heads = set(_numbers_of_heads(config))
     if not num_heads:
         for child in module.children():
             _gather_attention_weights(child, tp_group)

@@ -18,7 +18,6 @@ from types import TracebackType
 
 import torch
 
-from booster.plugins.torch_fsdp import wrap
 from harness import ddp_logger
 from harness.failures import RankFailure
 from harness.forkserver import LAUNCHER_VARIABLES, WORKER_ENVIRONMENT, Device
@@ -61,7 +60,6 @@ def _prepare_process(stack_fd: int) -> None:
     for name in LAUNCHER_VARIABLES:
         os.environ.pop(name, None)
     torch.set_num_threads(1)
-    wrap.SINGLE_GROUP_BYTES = 0  # the models of tests are small, and are to be sharded as large ones are
     torch.distributed.set_debug_level_from_env()
     ddp_logger.install()
     gc.freeze()

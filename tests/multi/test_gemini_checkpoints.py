@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import itertools
+import os
 import resource
 import sys
 from pathlib import Path
@@ -238,6 +239,7 @@ def limited(action, num_bytes: int) -> None:
 def test_what_is_on_disk_is_not_brought_to_memory_by_a_save_or_a_load(tmp_path):
     mmap_threshold = -3
     assert ctypes.CDLL(None).mallopt(mmap_threshold, 256 * 1024)  # what is freed is not reused by what follows
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(256 * 1024)  # boost() leaves it so
     booster, model, optimizer = stepped_layers("on disk", 2048, 8, offload_dir=tmp_path)
     held = sum(part.tensor.nbytes for part in optimizer.checkpoint_state().slices())
     bound = 96 * MIB
