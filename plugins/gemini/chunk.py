@@ -125,6 +125,14 @@ class ChunkParam:
         """Whether the parameter was written in place since."""
         return self.parameter._version != self.version
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the parameter is bound to other memory than that which its chunk was gathered in."""
+        memory = self.chunk.gathered
+        if memory is None or self.chunk.is_gathering or self.region.start == self.region.stop:
+            return False
+        return self.parameter.data_ptr() != memory.data_ptr() + self.region.start * memory.itemsize
+
     def record_version(self) -> None:
         """Take the weights for unmodified."""
         self.version = self.parameter._version

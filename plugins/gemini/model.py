@@ -197,16 +197,13 @@ class GeminiModel(ModelWrapper):
             self._check_memory()
 
     def _check_memory(self) -> None:
-        for chunk in self.manager.chunks:
-            is_sharded = chunk.gathered is None
-            if not is_sharded and not chunk.is_kept_gathered:  # gathered for their use
-                continue
-            memory = chunk.placeholder if chunk.gathered is None else chunk.gathered
-            address, itemsize = memory.data_ptr(), 0 if is_sharded else memory.itemsize
-            for param in chunk.params:
-                parameter = param.parameter
-                if parameter.data_ptr() == address + param.region.start * itemsize or parameter.numel() == 0:
-                    continue
+        for param in self._all_params():
+            chunk, parameter = param.chunk, param.parameter
+            if chunk.gathered is None:
+                is_elsewhere = parameter.numel() > 0 and parameter.data_ptr() != chunk.placeholder.data_ptr()
+            else:
+                is_elsewhere = chunk.is_kept_gathered and param.is_elsewhere  # others are gathered for their use
+            if is_elsewhere:
                 raise ConfigError(
                     f"the memory of {param.name!r} was replaced after boost(), by model.to(), .half(), .data = or the"
                     " like, which does not reach the optimizer and the other ranks: do it before boost(), or change"

@@ -205,13 +205,13 @@ class _RunningModule:
 
     Attributes:
         module: Running module, or None for a function that backward recomputes.
-        pinned: Parameters that it uses, with the version and memory of the weights at first use.
+        pinned: Parameters that it uses, with the version of the weights at first use.
         error: Exception that was being handled at its start.
         packs: If True, it has installed the saved-tensor hooks.
     """
 
     module: nn.Module | None
-    pinned: list[tuple[ChunkParam, int, int]] = field(default_factory=list)
+    pinned: list[tuple[ChunkParam, int]] = field(default_factory=list)
     error: BaseException | None = None
     packs: bool = False
 
@@ -219,20 +219,20 @@ class _RunningModule:
         """Pin gathered parameters."""
         for param in params:
             param.chunk.pin((param,))
-            self.pinned.append((param, param.parameter._version, param.parameter.data_ptr()))
+            self.pinned.append((param, param.parameter._version))
 
     def written(self) -> list[str]:
         """Return the names of parameters that were written to since they were pinned."""
         found = []
-        for param, version, address in self.pinned:
-            if (param.parameter._version, param.parameter.data_ptr()) != (version, address):
+        for param, version in self.pinned:
+            if param.parameter._version != version or param.is_elsewhere:
                 found.append(param.name)
                 param.record_version()
         return found
 
     def unpin(self) -> None:
         """Unpin all its parameters."""
-        for param, *_ in self.pinned:
+        for param, _ in self.pinned:
             param.chunk.unpin((param,))
         self.pinned.clear()
 
