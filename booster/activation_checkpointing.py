@@ -20,7 +20,7 @@ from booster.core.activation_policy import (
     policy_of,
 )
 from booster.core.activation_schedule import ActivationSchedule, RecomputeBySchedule, names_of
-from booster.core.layer_stacks import layers_of
+from booster.core.layer_stacks import STACK_ADVICE, layers_of
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper
 from booster.validation import is_count
@@ -83,9 +83,8 @@ def layers_without_policy(model: nn.Module) -> dict[str, nn.Module]:
     layers = layers_of(model)
     if not layers:
         raise ConfigError(
-            f"checkpoint_activations(): {type(model).__name__} has no stack of equal layers to recompute: put the"
-            " layers, of one class of your own, in an nn.ModuleList, or call torch.utils.checkpoint in the model's"
-            " forward"
+            f"checkpoint_activations(): {type(model).__name__} has no stack of equal layers to recompute:"
+            f" {STACK_ADVICE}, or call torch.utils.checkpoint in the model's forward"
         )
     for name, layer in layers.items():
         if policy_of(layer) is not None or is_checkpointed_by_transformers(layer):

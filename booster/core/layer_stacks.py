@@ -12,6 +12,8 @@ _PURPOSE = "_subclass_purpose"  # attributes of the subclasses
 _DERIVATION = "_subclass_derivation"
 _subclasses: dict[tuple[type[nn.Module], str, type[nn.Module] | None, Hashable], type[nn.Module]] = {}
 
+STACK_ADVICE = "put the layers, of one class of your own that has two or more modules with weights, in an nn.ModuleList"
+
 
 def find_stacks(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     """Return the names of the layers of every stack, in order.

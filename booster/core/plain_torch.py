@@ -28,8 +28,6 @@ from .optimizer_wrapper import OptimizerWrapper
 
 _CLIPPING_FUNCTIONS = (nn.utils.clip_grad_norm_, nn.utils.clip_grads_with_norm_, nn.utils.clip_grad_value_)
 
-GATHERED_ADVICE = "write `with model.gathered():` around the call, in which each rank has all weights"
-
 _optimizers: weakref.WeakSet[OptimizerWrapper] = weakref.WeakSet()
 _refused: weakref.WeakKeyDictionary[ModelWrapper, list[weakref.ref[nn.Parameter]]] = weakref.WeakKeyDictionary()
 _refused_of_criteria: weakref.WeakKeyDictionary[ModelWrapper, list[weakref.ref[nn.Parameter]]] = (
@@ -154,7 +152,11 @@ def _alive(refused: Mapping[ModelWrapper, list[weakref.ref[nn.Parameter]]]) -> s
     return {id(one) for refs in list(refused.values()) for ref in refs if (one := ref()) is not None}
 
 
-def refuse_transforms(advice: str, *, including_vmap: bool = False) -> None:
+def refuse_transforms(
+    advice: str = "write `with model.gathered():` around the call, in which each rank has all weights",
+    *,
+    including_vmap: bool = False,
+) -> None:
     """Check that no transform of `torch.func` differentiates a forward that communicates, as collectives read memory.
 
     Args:

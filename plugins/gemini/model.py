@@ -19,7 +19,7 @@ from booster.comm import (
     raise_on_all_ranks,
     start_all_gather,
 )
-from booster.core.plain_torch import GATHERED_ADVICE, refuse_transforms
+from booster.core.plain_torch import refuse_transforms
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, TensorSlice
 from booster.kernels.checksum import crc32
@@ -75,7 +75,7 @@ class GeminiModel(ModelWrapper):
 
     def _begin_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.manager.is_whole:
-            refuse_transforms(GATHERED_ADVICE)
+            refuse_transforms()
         self.check_weights()
         if self.broadcasts_buffers and self.training and torch.is_grad_enabled():
             broadcast_coalesced(list(self.module.buffers()), self._settings.data_parallel_group)

@@ -363,9 +363,9 @@ class ModuleHooks:
             before, after = EagerHook(before), EagerHook(after)
         self._handles.append(module.register_forward_pre_hook(before, prepend=True))
         self._handles.append(module.register_forward_hook(after, always_call=True))
-        if is_layer:
-            module.__dict__[BEFORE_RECOMPUTATION] = ModuleHook(lambda: self.read_again(own))
         if own:
+            if is_layer:
+                module.__dict__[BEFORE_RECOMPUTATION] = ModuleHook(lambda: self.read_again(own))
             is_in_graph = is_layer or module in compiled
             module._parameters = HookedParameters(module._parameters, self, type(module), is_in_graph)
             self._watched.append(module)

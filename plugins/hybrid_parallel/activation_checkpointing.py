@@ -15,6 +15,7 @@ from booster.core.activation_policy import (
     is_checkpointed_by_transformers,
     policy_of,
 )
+from booster.core.layer_stacks import STACK_ADVICE
 from booster.errors import ConfigError
 from booster.validation import is_count, is_non_nan_number
 
@@ -115,7 +116,7 @@ def check_stacks(model: nn.Module, stacks: Sequence[Sequence[str]]) -> None:
     if not any(stacks):
         raise ConfigError(
             f"gradient_checkpoint_config was given, but {type(model).__name__} has no stack of equal layers to"
-            " recompute: leave it out, or put the layers, of one class of your own, in an nn.ModuleList"
+            f" recompute: leave it out, or {STACK_ADVICE}"
         )
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.comm import check_same_across_ranks, real_tensors
-from booster.core.layer_stacks import find_stacks
+from booster.core.layer_stacks import STACK_ADVICE, find_stacks
 from booster.errors import ConfigError
 from booster.interface import ShardSpec, set_shard_spec, shard_spec_of
 from booster.logger import log_rank_zero
@@ -394,8 +394,7 @@ class ModelPartitioner:
         if self._arguments.sequence_mode is not None and not any(plan.stacks):
             raise ConfigError(
                 f"sequence_parallelism_mode={self._arguments.sequence_mode!r} shards sequences within stacks of layers,"
-                f" but {type(model).__name__} has none: leave it out, or put the layers, of one class of your own, in"
-                " an nn.ModuleList"
+                f" but {type(model).__name__} has none: leave it out, or {STACK_ADVICE}"
             )
         if self.sp_group is not None:
             check_only_attention_mixes_tokens(model, plan.stacks)

@@ -63,6 +63,12 @@ def test_a_model_that_changes_its_format_after_boost(name):
         model(torch.ones(1, 5, device=current_device()))
 
 
+def sharded(weight):
+    if not isinstance(weight, ShardedWeight):
+        pytest.skip("torch before 2.13 does not call subclasses of DTensor")
+    return weight
+
+
 def _first_rows_to_last(weight):
     weight[:2] = weight[4:]
 
@@ -85,9 +91,7 @@ PARTS = {
 @pytest.mark.parametrize("part", PARTS)
 def test_a_write_to_a_part_of_a_weight_that_would_be_lost(part):
     _, model, _ = boosted(nn.Sequential(nn.Linear(5, 6), nn.Tanh()))
-    weight = model.unwrap()[0].weight
-    if not isinstance(weight, ShardedWeight):
-        pytest.skip("torch before 2.13 does not call subclasses of DTensor")
+    weight = sharded(model.unwrap()[0].weight)
     before = model.state_dict()
     with torch.no_grad(), pytest.raises(ConfigError, match=r"part is a copy.*Write to it inside of `with model.gath"):
         PARTS[part](weight)
@@ -114,9 +118,7 @@ def test_writes_to_whole_weights_and_columns_hold_between_steps():
 @distributed(world_size=2)
 def test_a_weight_meets_another_tensor_between_steps():
     _, model, _ = boosted()
-    weight = model.unwrap()[0][0].weight
-    if not isinstance(weight, ShardedWeight):
-        pytest.skip("torch before 2.13 does not call subclasses of DTensor")
+    weight = sharded(model.unwrap()[0][0].weight)
     for use in (lambda: weight @ weight.t() - torch.eye(5), lambda: torch.zeros(5, 5).lerp_(weight, 0.5)):
         with torch.no_grad(), pytest.raises(RuntimeError, match=r"with other tensors inside of `with model.gathered"):
             use()
@@ -126,9 +128,7 @@ def test_a_weight_meets_another_tensor_between_steps():
 @pytest.mark.parametrize("draw", [nn.init.xavier_normal_, nn.init.uniform_, torch.rand_like, nn.functional.dropout])
 def test_random_numbers_for_a_sharded_weight(draw):
     booster, model, _ = boosted()
-    weight = model.unwrap()[0][0].weight
-    if not isinstance(weight, ShardedWeight):
-        pytest.skip("torch before 2.13 does not call subclasses of DTensor")
+    weight = sharded(model.unwrap()[0][0].weight)
     with torch.no_grad(), pytest.raises(ConfigError, match=r"draws random numbers.*`with model.gathered\(\):`"):
         draw(weight)
     plain = net().to(booster.device)

@@ -340,7 +340,7 @@ def test_states_with_numbers_and_with_names_say_how_to_build_the_optimizer(tmp_p
             IO.load_optimizer(optimizer, tmp_path / f"{other}.safetensors")
     with pytest.raises(CheckpointError, match=r"load_state_dict\(\), save that one with save_optimizer\(\)"):
         IO.load_optimizer(named, tmp_path / "torch.pt")
-    named.load_state_dict(torch.load(tmp_path / "torch.pt"))  # as the error says
+    named.load_state_dict(torch.load(tmp_path / "torch.pt", weights_only=True))  # as the error says
     IO.save_optimizer(named, tmp_path / "again.safetensors")
     IO.load_optimizer(named, tmp_path / "again.safetensors")
 
