@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import weakref
@@ -9,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, SupportsIndex
 
 import torch
 from torch import nn
@@ -169,12 +170,32 @@ class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the model, those of its optimizer as `optimizer.zero_grad()` does."""
         optimizer = None if self._optimizer is None else self._optimizer()
-        if optimizer is not None and optimizer.model is self:  # a copy of the model has none
-            optimizer.zero_model_grad(set_to_none)
-        else:
+        if optimizer is None:
             super().zero_grad(set_to_none)
+        else:
+            optimizer.zero_model_grad(set_to_none)
 
-    # Overridden by plugins: around a forward, around a method that runs modules, and before a backward.
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelWrapper:
+        """Return a copy with all weights and without an optimizer, as for averages of weights.
+
+        Its forward communicates nothing. Collective where ranks hold shards of the weights.
+        """
+        self.require_complete()
+        copied = ModelWrapper(self._copy_module(memo), is_primary=self._is_primary)
+        copied.precision = self.precision
+        return copied.train(self.training)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise ConfigError(
+            "a boosted model was pickled, as torch.save(model, path) does, or given to copy.copy(), and it belongs to"
+            " process groups and an optimizer: write booster.save_model(model, path), or copy.deepcopy(model)"
+        )
+
+    # Overridden by plugins: for a copy, around a forward, around a method that runs modules, and before a backward.
+
+    def _copy_module(self, memo: dict[int, Any]) -> nn.Module:
+        """Return a deep copy of the user's module with all weights of this rank's parts."""
+        return copy.deepcopy(self.unwrap(), memo)
 
     def _begin_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called before modules run. Collective; does nothing by default."""

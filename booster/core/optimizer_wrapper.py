@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -380,8 +380,8 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients and end the accumulation.
 
-        No effect from the first microbatch of `Booster.accumulate` to the step, so it may be called in every iteration;
-        after an exception in a microbatch it discards the accumulation.
+        No effect from the first backward in `Booster.accumulate` to that of the last microbatch, so it may be called in
+        every iteration. Later, and after an exception in a microbatch, it discards the accumulation.
 
         Args:
             set_to_none: If True, gradients are set to None, else to zero; optional, defaults to True, or to the
@@ -389,12 +389,18 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         """
         if self._has_failed:
             self._num_microbatches, self._has_failed = 0, False
-        elif self._accumulation.num_averaged > 0 and self._accumulation.is_open:  # of accumulate(), without a step
+        elif self._accumulation.num_averaged > 0 and self._accumulation.is_open and self._is_within_accumulation():
             return
         if set_to_none is None:
             set_to_none = getattr(self.optim, "set_grad_none", True)
         self._clear_gradients(set_to_none)
         self._accumulation = AccumulationState()
+
+    def _is_within_accumulation(self) -> bool:
+        """Whether this is behind a backward of `Booster.accumulate` and before that of the last microbatch."""
+        if self._counts_next_backward:  # before the backward of a microbatch
+            return self._num_microbatches > 1
+        return self._num_microbatches > 0 and not self._is_last_microbatch
 
     def _clear_gradients(self, set_to_none: bool) -> None:
         if self.master_weights is not None:
@@ -540,6 +546,13 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optim!r})"
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise ConfigError(
+            "a boosted optimizer was copied or pickled, as torch.save(optimizer, path) does, and it belongs to its"
+            " boosted model: write booster.save_optimizer(optimizer, path), or boost another model with an optimizer"
+            " of its own"
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the user's optimizer.

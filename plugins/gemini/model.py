@@ -300,14 +300,12 @@ class GeminiModel(ModelWrapper):
         self.notify_loaded()
         return result
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModelWrapper:
-        """Return an unsharded copy without an optimizer, for example for weight averaging. Collective."""
+    def _copy_module(self, memo: dict[int, Any]) -> nn.Module:
         with self.gathered():
-            copied = ModelWrapper(copy.deepcopy(self.module, memo), is_primary=self._is_primary)
-        for module in copied.module.modules():
+            copied = copy.deepcopy(self.module, memo)
+        for module in copied.modules():
             _forget_hooks(module)
-        copied.precision = self.precision
-        return copied.train(self.training)
+        return copied
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> GeminiModel:
         refuse_conversion(self.module, fn, "chunks have it")

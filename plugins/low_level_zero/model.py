@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -143,12 +142,6 @@ class ZeroModel(ModelWrapper):
     def _run_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.wait_for_weights()
         return super()._run_method(method, *args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModelWrapper:
-        """Return a copy without an optimizer, for example for weight averaging."""
-        copied = ModelWrapper(copy.deepcopy(self.unwrap(), memo), is_primary=self._is_primary)
-        copied.precision = self.precision
-        return copied.train(self.training)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ZeroModel:
         refuse_conversion(self.module, fn, "optimizer has it")

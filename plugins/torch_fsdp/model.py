@@ -380,12 +380,9 @@ class FSDPModel(ModelWrapper):
         super().notify_loaded()
         self.bump_versions()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModelWrapper:
-        """Return an unsharded copy of the model without an optimizer, as for weight averaging. Collective."""
+    def _copy_module(self, memo: dict[int, Any]) -> nn.Module:
         with nullcontext() if self._is_gathered else self._unsharded():
-            copied = ModelWrapper(copy.deepcopy(self.module, memo), is_primary=self._is_primary)
-        copied.precision = self.precision
-        return copied.train(self.training)
+            return copy.deepcopy(self.module, memo)
 
     # Interface of CheckpointIO.
 

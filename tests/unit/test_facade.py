@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import importlib.metadata
 import math
 
@@ -157,6 +158,29 @@ def test_attributes_are_those_of_the_users_model():
     assert model.unwrap() is user
 
 
+def test_copies_have_no_optimizer_and_nothing_boosted_is_pickled():
+    user = nn.Linear(2, 2)
+    booster = Booster()
+    model, optimizer, *_ = booster.boost(user, torch.optim.SGD(user.parameters(), lr=1.0))
+    copied = copy.deepcopy(model).eval()
+    for one in (model, copied):
+        booster.backward(one(torch.ones(1, 2)).sum(), optimizer)
+    model.zero_grad()
+    assert user.weight.grad is None
+    assert copied.weight.grad is not None
+    copied.zero_grad()
+    assert copied.weight.grad is None
+    assert model.training
+    assert torch.equal(copied.weight, user.weight)
+    for action in (copy.copy, lambda value: torch.save(value, io.BytesIO())):
+        with pytest.raises(ConfigError, match=r"pickled.*booster\.save_model\(model, path\)"):
+            action(model)
+    for action in (copy.copy, copy.deepcopy, lambda value: torch.save(value, io.BytesIO())):
+        with pytest.raises(ConfigError, match=r"pickled.*booster\.save_optimizer\(optimizer, path\)"):
+            action(optimizer)
+    torch.save([model.state_dict(), optimizer.state_dict()], io.BytesIO())
+
+
 def test_accumulate_averages_and_flushes_at_the_end_of_a_loader():
     booster, model, optimizer = make()
     data = torch.randn(7, 3)
@@ -196,6 +220,27 @@ def test_accumulate_with_zero_grad_before_or_after(first):
             if not first:
                 optimizer.zero_grad()
     assert next(iter(optimizer.state.values()))["step"] == 2
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("first", [True, False])
+def test_accumulate_without_a_step_is_discarded_by_zero_grad(first, steps):
+    booster, model, optimizer = make()
+    for index in range(2 * steps):
+        with booster.accumulate(model, optimizer, steps=steps):
+            if first:
+                optimizer.zero_grad()
+            booster.backward(model(torch.full((1, 3), index + 1.0)).sum(), optimizer)
+            booster.clip_grad_norm_(optimizer, 1.0)
+            if not first and index < 2 * steps - 1:
+                optimizer.zero_grad()
+    (found,) = {parameter.grad for name, parameter in model.named_parameters() if name == "0.weight"}
+    expected = torch.autograd.grad(
+        sum(model(torch.full((1, 3), index + 1.0)).sum() for index in range(steps, 2 * steps)) / steps,
+        list(model.parameters()),
+    )
+    scale = min(1.0, 1.0 / float(nn.utils.get_total_norm(expected)))
+    torch.testing.assert_close(found, expected[0] * scale)
 
 
 def test_execute_pipeline_runs_under_any_plugin():
