@@ -379,8 +379,9 @@ class Booster(CheckpointMethods):
         """Accumulate gradients over several microbatches: the step's gradient is their mean, as of one large batch.
 
         Inside, `optimizer.step` and clipping take effect with the last microbatch only, and `zero_grad` behind its
-        backward or before the first; ranks communicate only in the last. The last batch of a loader or of `join_uneven` ends a step, too, and the mean is over the actual
-        number of microbatches. With `num_items` in backward() the gradient is divided by the global count instead.
+        backward or before the first; ranks communicate only in the last. The last batch of a loader or of `join_uneven`
+        ends a step, too, and the mean is over the actual number of microbatches. With `num_items` in backward() the
+        gradient is divided by the global count instead.
 
         Args:
             model: Boosted model.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -334,6 +335,14 @@ class CollectiveRequest:
         return cls(CollectiveKind.REDUCE if reduces else CollectiveKind.BACKWARD_GATHER, num_groups - 1 - reverse_index)
 
 
+_orders: weakref.WeakSet[CollectiveOrder] = weakref.WeakSet()
+
+
+def is_any_pass_running() -> bool:
+    """Return whether a forward or backward of any model runs."""
+    return any(one.is_in_pass for one in list(_orders))
+
+
 class CollectiveOrder:
     """Fixes the order of collectives over a shard group.
 
@@ -345,6 +354,7 @@ class CollectiveOrder:
         participants: Passive participation in a collective of each parameter group, by its index.
         in_flight: Completes the one reduction that is in flight while the backward continues, or None.
         is_off: If True, there is nothing to order, as the group has one rank.
+        is_in_pass: Whether a forward or a backward runs.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -356,6 +366,13 @@ class CollectiveOrder:
         self.is_off = group_size(group) == 1
         self._replay: OrderReplay[CollectiveRequest, CollectiveRequest] = OrderReplay(self._participate)
         self._is_forward = True
+        self.is_in_pass = False
+        _orders.add(self)
+
+    @property
+    def gather_kind(self) -> CollectiveKind:
+        """Kind of an all-gather in the current pass."""
+        return CollectiveKind.FORWARD_GATHER if self._is_forward else CollectiveKind.BACKWARD_GATHER
 
     def begin_pass(self, kind: CollectiveKind, *variant: bool) -> None:
         """Begin a forward or a backward: FORWARD_BEGIN or BACKWARD_BEGIN. Collective over the group.
@@ -364,11 +381,11 @@ class CollectiveOrder:
             kind: Kind of pass.
             variant: Whatever else makes passes differ; those of one variant are compared.
         """
+        before, self._is_forward, self.is_in_pass = self._is_forward, kind is CollectiveKind.FORWARD_BEGIN, True
         if self.is_off:
             return
-        self.abort_pass()  # one that has not ended
+        self._replay.abort(others_go_on=before)  # one that has not ended
         self._replay.replay_rest()
-        self._is_forward = kind is CollectiveKind.FORWARD_BEGIN
         if self._device.type != "cpu":
             self._stream = torch.accelerator.current_stream(self._device)
         request, digest = CollectiveRequest(kind), self._replay.digest((kind, *variant))
@@ -413,10 +430,12 @@ class CollectiveOrder:
                 break
             self._replay.record(None, first)
             self._participate(first)
+        self.is_in_pass = False
         self.wait_in_flight()
 
     def abort_pass(self) -> None:
         """Abort the current pass, which an error has ended on this rank."""
+        self.is_in_pass = False
         self._replay.abort(others_go_on=self._is_forward)
 
     def wait_in_flight(self) -> None:

@@ -8,6 +8,7 @@ checks that every name exists with the expected signature.
 from __future__ import annotations
 
 import math
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,9 +25,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
 
 from booster.core.compiling import not_compiled
 from booster.errors import ConfigError
+from booster.lazy_init.materialize import METADATA_FUNCTIONS
+from booster.plugins.sharding.collective_order import is_any_pass_running
 
 # FSDP2's search for tensors in outputs; before torch 2.13 it searched pytrees.
 _collect: Callable[[Any], Sequence[torch.Tensor]] | None = getattr(_common_utils, "collect_grad_tensors", None)
@@ -44,10 +48,26 @@ def hooked_tensors(output: Any) -> Sequence[torch.Tensor]:
 # word; random numbers for it differ from those of one process. So the tensor that the model shows between forwards is
 # of a subclass. What operators return for it is, too, and knows whether it is such a copy. The operators themselves run
 # on plain DTensors.
+#
+# Note [Weights outside of their modules]
+# A penalty, a distance from other weights or a module may read a parameter whose module does not run. An operator that
+# builds a graph, runs within a forward or takes other tensors as well is then given the whole weight, gathered anew,
+# and its gradient arrives in the unsharded parameter, as those of the parameter's own module do. All other operators
+# see the DTensor. All ranks must read the same between forwards; within one, ranks may differ, as in Note [Collective
+# order].
 class ShardedWeight(DTensor):
-    """DTensor that refuses writes to copies and random numbers; see Note [Parts of sharded weights]."""
+    """Weight between forwards; see Note [Parts of sharded weights] and Note [Weights outside of their modules]."""
 
     __slots__ = ()
+
+    @classmethod
+    @not_compiled
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _READS_NO_WEIGHTS:
+            args, kwargs = _with_whole_weights(func, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
 
     @classmethod
     @not_compiled
@@ -98,6 +118,54 @@ class ShardedWeight(DTensor):
             ) from error
 
 
+_READS_NO_WEIGHTS = METADATA_FUNCTIONS | {
+    *(torch.Tensor.data.__get__, torch.Tensor.data.__set__),  # type: ignore[attr-defined]
+    *(torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.__deepcopy__, torch.Tensor.__repr__),
+}
+_param_of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # weak references, as parameters refer to their tensors
+
+
+def _with_whole_weights(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return an operator's arguments, with whole weights where it reads them; see the note above."""
+    name = func.__name__
+    writes = name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+    written = {id(one) for one in tree_leaves([args[:1] if writes else (), kwargs.get("out")])}
+    tensors = {id(one): one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
+    read = {key: one for key, one in tensors.items() if isinstance(one, ShardedWeight) and key not in written}
+    params = {key: param for key, one in read.items() if one in _param_of and (param := _param_of[one]())}
+    is_in_pass = is_any_pass_running()
+    is_in_graph = torch.is_grad_enabled() and any(param.parameter.requires_grad for param in params.values())
+    is_mixed = any(not isinstance(one, DTensor) and (one.dim() > 0 or one.requires_grad) for one in tensors.values())
+    is_detached = func is torch.Tensor.detach and not is_in_pass
+    if is_detached or not (is_mixed or is_in_pass or is_in_graph):
+        return args, kwargs
+
+    def whole(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in params:
+            param = params[id(tensor)]
+            weight = param.gather_whole()
+            return cast(torch.Tensor, _WholeWeight.apply(param.unsharded_param, weight))
+        if id(tensor) in read and not is_in_pass:
+            with torch._C.DisableTorchFunctionSubclass():
+                return cast(DTensor, tensor).full_tensor()
+        return tensor
+
+    replaced: tuple[Any, Any] = tree_map_only(torch.Tensor, whole, (args, kwargs))
+    return replaced
+
+
+class _WholeWeight(torch.autograd.Function):
+    """Returns a gathered weight, whose gradient is that of the unsharded parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, unsharded_param: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
+
+
 def _is_copy(tensor: Any) -> bool:
     return isinstance(tensor, ShardedWeight) and tensor.__dict__.get("_is_copy", False)
 
@@ -106,12 +174,6 @@ def _has_memory_of(view: DTensor, source: DTensor) -> bool:
     """Whether a view is in the memory of its source; without elements it is."""
     local, of_source = view._local_tensor, source._local_tensor
     return local.numel() == 0 or local.untyped_storage().data_ptr() == of_source.untyped_storage().data_ptr()
-
-
-def _refuse_lost_writes(parameter: nn.Parameter) -> None:
-    parameter.__class__ = ShardedWeight  # type: ignore[assignment]
-    if type(parameter.detach()) is not ShardedWeight:  # torch before 2.13 does not call subclasses of DTensor
-        parameter.__class__ = DTensor  # type: ignore[assignment]
 
 
 # One parameter has several tensors: the user's from before boost(), the sharded one that the model shows between
@@ -158,6 +220,7 @@ class ShardedParam:
             all-gather.
         is_used: Whether a backward of this accumulation produced a gradient.
         reduced_grad: This rank's shard of the reduced gradient, flat, or None.
+        gather_whole: Returns the unsharded weight in other memory; see Note [Weights outside of their modules].
         is_reduced: Whether it takes part in reductions: it is trainable, or was in this accumulation.
         shape: Shape of the unsharded parameter.
         padded_numel: Elements of every rank's shard, with padding.
@@ -170,6 +233,7 @@ class ShardedParam:
         self.fsdp_param = fsdp_param
         self.rank = rank
         self.parameter: nn.Parameter = fsdp_param.sharded_param
+        self.gather_whole: Callable[[], torch.Tensor]
         self.unsharded_param: nn.Parameter | None = None
         self.is_used = False
         self.reduced_grad: torch.Tensor | None = None
@@ -183,7 +247,8 @@ class ShardedParam:
         start = min(numel, rank * self.padded_numel)
         self.flat_range = (start, min(numel, start + self.padded_numel))
         _share_attributes(self.original, self.parameter)
-        _refuse_lost_writes(self.parameter)
+        self.parameter.__class__ = ShardedWeight  # type: ignore[assignment]
+        _param_of[self.parameter] = weakref.ref(self)
         info = fsdp_param._module_info
         places = zip(self.modules, [info.param_name, *info.shared_param_names], strict=True)
         is_plain = all(type(module).__setattr__ is nn.Module.__setattr__ for module in self.modules)
@@ -197,8 +262,9 @@ class ShardedParam:
             if parameter is getattr(self.fsdp_param, "_unsharded_param", None):
                 self.unsharded_param = parameter
                 self._storages.append((parameter, parameter.untyped_storage()))
-        if parameter.requires_grad is not self.sync_requires_grad():
-            parameter.requires_grad_(self._requires_grad)
+        with torch._C.DisableTorchFunctionSubclass():
+            if parameter.requires_grad is not self.sync_requires_grad():
+                parameter.requires_grad_(self._requires_grad)
         if self._places is None:
             FSDPParam._setattr_on_modules(self.fsdp_param, parameter)
             return
@@ -259,9 +325,10 @@ class ShardedParam:
             shown = None
         if shown is None:
             raise replaced_parameter_error(self.name)
-        # Not `self.shown` and a loop: this runs several times a step for each parameter.
-        if self.original.requires_grad is self.parameter.requires_grad is shown.requires_grad is before:
-            return before
+        # Not `self.shown` and a loop, nor `__torch_function__`: this runs several times a step for each parameter.
+        with torch._C.DisableTorchFunctionSubclass():
+            if self.original.requires_grad is self.parameter.requires_grad is shown.requires_grad is before:
+                return before
         self._requires_grad = not before
         self.is_reduced = self.is_reduced or not before
         for one in (self.original, self.parameter, self.shown):

@@ -153,12 +153,13 @@ class FSDPModel(ModelWrapper):
         Raises:
             ConfigError: Updates would not reach the model.
         """
-        for param in self.sharded_params:
-            replacement = param.replacement()
-            if replacement == "memory":
-                raise replaced_memory_error(param.name)
-            if replacement is not None:
-                raise replaced_parameter_error(param.name)
+        with torch._C.DisableTorchFunctionSubclass():
+            for param in self.sharded_params:
+                replacement = param.replacement()
+                if replacement == "memory":
+                    raise replaced_memory_error(param.name)
+                if replacement is not None:
+                    raise replaced_parameter_error(param.name)
 
     @contextmanager
     def collecting(self, *, synchronizes: bool) -> Iterator[None]:

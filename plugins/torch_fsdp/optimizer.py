@@ -274,7 +274,8 @@ class FSDPOptimizer(ShardedOptimizer):
     def _check_weights(self) -> None:
         self.model.check_not_gathered("optimizer.step()")
         self.model.check_not_moved()
-        self._check_no_foreign_gradients((param.name, param.parameter) for param in self.model.sharded_params)
+        with torch._C.DisableTorchFunctionSubclass():
+            self._check_no_foreign_gradients((param.name, param.parameter) for param in self.model.sharded_params)
         for update in self._updates:
             if update.has_moved:
                 raise replaced_memory_error(update.param.name)

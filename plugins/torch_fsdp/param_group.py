@@ -160,7 +160,8 @@ class ViewSafeOutputs:
     FSDP2 gathers weights for backward in a hook on each output tensor that it finds. This fails silently in two cases:
     if an output is a view that the caller modifies in place, autograd replaces the node that the hook is on; and in
     objects other than containers and dataclasses no tensor is found. In both, backward would read freed weights. So
-    views are cloned, and once no tensor was found the weights of the module stay gathered until after backward.
+    views are cloned, and once no tensor was found the weights of the module stay gathered until after backward. A
+    weight that is returned, and a view of one, is cloned because its memory is freed.
 
     Args:
         module: Module that `fully_shard` is about to be applied to.
@@ -174,15 +175,20 @@ class ViewSafeOutputs:
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Return the output for FSDP2 and the caller."""
-        if not torch.is_grad_enabled():
-            return output
-        tensors = hooked_tensors(output)
-        if not tensors:
+        if torch.is_grad_enabled() and not hooked_tensors(output):
             assert isinstance(module, FSDPModule)
             module.set_reshard_after_forward(False, recurse=False)
-        if self._clones_views and any(one._base is not None for one in tensors):
-            return map_tensors(lambda one: one.clone() if one.requires_grad and one._base is not None else one, output)
-        return output
+        if not self._clones_views:
+            return output
+        return map_tensors(lambda one: one.clone() if _is_weight(one) or _is_view_in_graph(one) else one, output)
+
+
+def _is_weight(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+
+
+def _is_view_in_graph(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and tensor._base is not None and torch.is_grad_enabled()
 
 
 # Note [Reduced gradients]
@@ -256,6 +262,8 @@ class ParamGroup:
         self._shown_versions: list[tuple[int, int] | None] = []
         self._install_collectives(module)
         self._hook_submodules(compiled)
+        for one in self.params:
+            one.gather_whole = partial(self._gather_whole, one)
 
     def _hook_submodules(self, compiled: Mapping[nn.Module, nn.Module]) -> None:
         """Run FSDP2's forward hooks around submodules that are called directly, as by a method of the user's model."""
@@ -355,7 +363,7 @@ class ParamGroup:
                 f"another rank uses {self.name!r} in a backward and this rank does not, which an integer"
                 " reshard_after_forward does not support: pass True or False, or use the same modules on every rank"
             )
-        self._gathered(self.compute_dtype)
+        self._gathered(self.compute_dtype, self.params)
 
     # Weights.
 
@@ -363,7 +371,7 @@ class ParamGroup:
     def gather(self) -> dict[ShardedParam, torch.Tensor]:
         """Return unsharded weights in newly allocated memory. Collective over `process_group`."""
         full_params: dict[ShardedParam, torch.Tensor] = {}
-        buffer = self._gathered(None)
+        buffer = self._gathered(None, self.params)
         grid, start = buffer.view(self.num_ranks, -1), 0
         for one in self.params:
             rows = grid[:, start : start + one.padded_numel].reshape(-1)
@@ -372,13 +380,27 @@ class ParamGroup:
             start += one.padded_numel
         return full_params
 
-    def _gathered(self, dtype: torch.dtype | None) -> torch.Tensor:
-        numel = sum(one.padded_numel for one in self.params)
+    @torch.no_grad()
+    def _gather_whole(self, param: ShardedParam) -> torch.Tensor:
+        """Return a weight that is read outside of the module; see Note [Weights outside of their modules]."""
+        if param.unsharded_param is None:  # which is to have the gradient
+            self.module.unshard()
+            self.fsdp2.reshard()
+        params, dtype = (param,), None
+        if self.coordinator.is_in_pass:  # other ranks take part with the whole group, as they need not read it
+            params, dtype = self.params, self.compute_dtype
+            self.coordinator.synchronize(CollectiveRequest(self.coordinator.gather_kind, self.index))
+        start = sum(one.padded_numel for one in params[: params.index(param)])
+        rows = self._gathered(dtype, params).view(self.num_ranks, -1)[:, start : start + param.padded_numel]
+        return rows.reshape(-1)[: math.prod(param.shape)].view(param.shape)
+
+    def _gathered(self, dtype: torch.dtype | None, params: Sequence[ShardedParam]) -> torch.Tensor:
+        numel = sum(one.padded_numel for one in params)
         dtype = dtype or self.params[0].shard.dtype
         buffer = allocate(self.pool, (numel * self.num_ranks,), dtype, self.device)
         rank, start = group_rank(self.process_group), 0
         own = buffer[rank * numel : (rank + 1) * numel]
-        for one in self.params:
+        for one in params:
             own[start : start + one.padded_numel].copy_(one.padded_shard)
             start += one.padded_numel
         start_all_gather(buffer, self.process_group).wait()

@@ -41,14 +41,6 @@ class Difference:
 
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
-        strategy="fsdp",
-        reason="runs its layers reversibly, from outside of them",
-        message="a weight was used while it was sharded",
-        names="""
-            ReformerModelWithLMHead ReformerForMaskedLM
-        """,
-    ),
-    Refusal(
         strategy="tp",
         reason="no plan is known, and none can be derived: convolutions, state spaces, experts of their own",
         message="no tensor-parallel plan is known",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import io
 import importlib.metadata
+import io
 import math
 
 import pytest

@@ -90,7 +90,6 @@ _LOOPS = (
     UserLoop(
         averages.ema_without_gathered,
         {
-            FSDP: "mixed torch.Tensor and DTensor",
             TENSOR: r"size of tensor a \(16\) must match the size of tensor b \(8\)",
             STAGES: r"zip\(\) argument 2 is shorter|must match the size",
         },
