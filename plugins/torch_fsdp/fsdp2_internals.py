@@ -25,7 +25,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.weak import WeakIdKeyDictionary
 
 from booster.core.compiling import not_compiled
 from booster.errors import ConfigError
@@ -122,7 +121,7 @@ _READS_NO_WEIGHTS = METADATA_FUNCTIONS | {
     *(torch.Tensor.data.__get__, torch.Tensor.data.__set__),  # type: ignore[attr-defined]
     *(torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.__deepcopy__, torch.Tensor.__repr__),
 }
-_param_of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # weak references, as parameters refer to their tensors
+_param_of: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()  # by `id` of `parameter`
 
 
 def _with_whole_weights(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -132,7 +131,7 @@ def _with_whole_weights(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     written = {id(one) for one in tree_leaves([args[:1] if writes else (), kwargs.get("out")])}
     tensors = {id(one): one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
     read = {key: one for key, one in tensors.items() if isinstance(one, ShardedWeight) and key not in written}
-    params = {key: param for key, one in read.items() if one in _param_of and (param := _param_of[one]())}
+    params = {key: _param_of[key] for key in read if key in _param_of}
     is_in_pass = is_any_pass_running()
     is_in_graph = torch.is_grad_enabled() and any(param.parameter.requires_grad for param in params.values())
     is_mixed = any(not isinstance(one, DTensor) and (one.dim() > 0 or one.requires_grad) for one in tensors.values())
@@ -248,7 +247,7 @@ class ShardedParam:
         self.flat_range = (start, min(numel, start + self.padded_numel))
         _share_attributes(self.original, self.parameter)
         self.parameter.__class__ = ShardedWeight  # type: ignore[assignment]
-        _param_of[self.parameter] = weakref.ref(self)
+        _param_of[id(self.parameter)] = self
         info = fsdp_param._module_info
         places = zip(self.modules, [info.param_name, *info.shared_param_names], strict=True)
         is_plain = all(type(module).__setattr__ is nn.Module.__setattr__ for module in self.modules)

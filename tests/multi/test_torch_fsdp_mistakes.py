@@ -116,15 +116,6 @@ def test_writes_to_whole_weights_and_columns_hold_between_steps():
 
 
 @distributed(world_size=2)
-def test_a_weight_meets_another_tensor_between_steps():
-    _, model, _ = boosted()
-    weight = sharded(model.unwrap()[0][0].weight)
-    for use in (lambda: weight @ weight.t() - torch.eye(5), lambda: torch.zeros(5, 5).lerp_(weight, 0.5)):
-        with torch.no_grad(), pytest.raises(RuntimeError, match=r"with other tensors inside of `with model.gathered"):
-            use()
-
-
-@distributed(world_size=2)
 @pytest.mark.parametrize("draw", [nn.init.xavier_normal_, nn.init.uniform_, torch.rand_like, nn.functional.dropout])
 def test_random_numbers_for_a_sharded_weight(draw):
     booster, model, _ = boosted()
@@ -178,21 +169,6 @@ def test_a_norm_below_zero():
         with pytest.raises(ConfigError, match="max_norm"):
             booster.clip_grad_norm_(optimizer, wrong)
     assert float(booster.clip_grad_norm_(optimizer, float("inf"))) > 0
-
-
-@distributed(world_size=2)
-def test_a_weight_that_is_read_while_its_unit_does_not_run():
-    class Reads(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = net(3)
-
-        def forward(self, x):
-            return nn.functional.linear(self.blocks(x), self.blocks[0][0].weight)
-
-    _, model, _ = boosted(Reads())
-    with pytest.raises(ConfigError, match="auto_wrap_policy"):
-        model(torch.ones(1, 5, device=current_device()))
 
 
 @distributed(world_size=2)
