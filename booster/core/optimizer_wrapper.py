@@ -260,7 +260,9 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
             return
         self._unscale_gradients()
         self._apply_factors()
-        _clip_by_value(self._optimized_parameters(), clip_value)
+        parameters = [one for one in self._optimized_parameters() if one.grad is not None]
+        if parameters:  # this rank may have no shard, and torch's function fails without gradients
+            _clip_by_value(parameters, clip_value)
 
     @in_phase("clip")
     def get_grad_norm(self) -> float | None:
