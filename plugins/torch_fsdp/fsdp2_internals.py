@@ -142,8 +142,8 @@ def _with_whole_weights(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     def whole(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) in params:
             param = params[id(tensor)]
-            weight = param.gather_whole()
-            return cast(torch.Tensor, _WholeWeight.apply(param.unsharded_param, weight))
+            leaf = tensor if param.unsharded_param is None else param.unsharded_param
+            return cast(torch.Tensor, _WholeWeight.apply(leaf, param.gather_whole(), param))
         if id(tensor) in read and not is_in_pass:
             with torch._C.DisableTorchFunctionSubclass():
                 return cast(DTensor, tensor).full_tensor()
@@ -157,12 +157,17 @@ class _WholeWeight(torch.autograd.Function):
     """Returns a gathered weight, whose gradient is that of the unsharded parameter."""
 
     @staticmethod
-    def forward(ctx: Any, unsharded_param: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, leaf: torch.Tensor, weight: torch.Tensor, param: ShardedParam) -> torch.Tensor:
+        ctx.unused_param = param if leaf is param.parameter else None  # FSDP2 makes the leaf when it gathers first
         return weight
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0], None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
+        if ctx.unused_param is None:
+            return gradients[0], None, None
+        before, gradient = ctx.unused_param.take_unreduced_grad(), gradients[0].to(ctx.unused_param.reduce_dtype)
+        ctx.unused_param.set_accumulated_grad(gradient if before is None else before + gradient)
+        return None, None, None
 
 
 def _is_copy(tensor: Any) -> bool:
@@ -219,6 +224,7 @@ class ShardedParam:
             all-gather.
         is_used: Whether a backward of this accumulation produced a gradient.
         reduced_grad: This rank's shard of the reduced gradient, flat, or None.
+        reduce_dtype: Dtype in which its gradients are reduced.
         gather_whole: Returns the unsharded weight in other memory; see Note [Weights outside of their modules].
         is_reduced: Whether it takes part in reductions: it is trainable, or was in this accumulation.
         shape: Shape of the unsharded parameter.
@@ -232,6 +238,7 @@ class ShardedParam:
         self.fsdp_param = fsdp_param
         self.rank = rank
         self.parameter: nn.Parameter = fsdp_param.sharded_param
+        self.reduce_dtype: torch.dtype
         self.gather_whole: Callable[[], torch.Tensor]
         self.unsharded_param: nn.Parameter | None = None
         self.is_used = False

@@ -263,7 +263,7 @@ class ParamGroup:
         self._install_collectives(module)
         self._hook_submodules(compiled)
         for one in self.params:
-            one.gather_whole = partial(self._gather_whole, one)
+            one.gather_whole, one.reduce_dtype = partial(self._gather_whole, one), self.reduce_dtype
 
     def _hook_submodules(self, compiled: Mapping[nn.Module, nn.Module]) -> None:
         """Run FSDP2's forward hooks around submodules that are called directly, as by a method of the user's model."""
@@ -285,6 +285,7 @@ class ParamGroup:
             # Recomputation by activation checkpointing. The weights are gathered already if it is within the module's
             # backward, but not if it is of a call from outside of the module, before its gradient arrives.
             self.module.unshard()
+            self._show_whole()
             return None
         if not self.fsdp2.is_idle:
             if self._running_submodule is submodule:  # a direct call that has raised
@@ -292,19 +293,37 @@ class ParamGroup:
             return None
         self._running_submodule = submodule
         self._unshard_for_inference()
-        return self.fsdp2.pre_forward(args, kwargs)
+        arguments = self.fsdp2.pre_forward(args, kwargs)
+        self._show_whole()
+        return arguments
 
     def _leave_submodule(self, submodule: nn.Module, args: Any, output: Any) -> Any:
         if self._running_submodule is not submodule:
             return output
         self._running_submodule = None
         self.input_hook.bind_to_outputs(submodule, args, output)
-        return self.fsdp2.post_forward(args, output)
+        output = self.fsdp2.post_forward(args, output)
+        self._show_shards()
+        return output
+
+    # Weights that stay gathered after forward are shown while the module runs only: other ranks may not have run it.
+
+    def _show_whole(self) -> None:
+        if self.params[0].shown is not self.params[0].unsharded_param:
+            for one in self.params:
+                one.set_on_modules(cast(nn.Parameter, one.unsharded_param))
+
+    def _show_shards(self) -> None:
+        if self.params[0].shown is self.params[0].unsharded_param:
+            for one in self.params:
+                one.set_on_modules(one.parameter)
 
     def _begin_forward(self, *unused: Any) -> None:
+        self._show_whole()
         self._shown_versions = self._versions()
 
     def _end_forward(self, *unused: Any) -> None:
+        self._show_shards()
         # Autocast keeps casts of the gathered weights until its end: those of all layers together.
         if torch.is_autocast_enabled(self.device.type):
             torch.clear_autocast_cache()
@@ -383,9 +402,6 @@ class ParamGroup:
     @torch.no_grad()
     def _gather_whole(self, param: ShardedParam) -> torch.Tensor:
         """Return a weight that is read outside of the module; see Note [Weights outside of their modules]."""
-        if param.unsharded_param is None:  # which is to have the gradient
-            self.module.unshard()
-            self.fsdp2.reshard()
         params, dtype = (param,), None
         if self.coordinator.is_in_pass:  # other ranks take part with the whole group, as they need not read it
             params, dtype = self.params, self.compute_dtype
