@@ -453,37 +453,6 @@ class Transaction:
         return is_related or match["target"] == self._target.name[:_MAX_NAME]
 
 
-def resolve(storage: Storage, directory: Path, name: str) -> Path:
-    """Return the path of a directory's file as readers see it: in a pending commit, or in its place.
-
-    Args:
-        storage: Storage of the directory.
-        directory: Directory.
-        name: File name, or `<folder>/<name>`. For a missing file, the result does not exist.
-    """
-    folder, _, base = name.rpartition("/")
-    container = directory / folder if folder else directory
-    return paths_in(storage, container).get(base, container / base)
-
-
-def read_document(storage: Storage, directory: Path, name: str) -> bytes:
-    """Return the content of a small file of a directory as readers see it; see `resolve`.
-
-    Raises:
-        CheckpointError: The file is missing, not a regular file, outside of the directory, or larger than 64 MiB.
-    """
-    return storage.read_file(resolve(storage, directory, name), max_bytes=MAX_JSON_BYTES, inside=directory)
-
-
-def list_directory(storage: Storage, directory: Path) -> list[str]:
-    """List a directory as readers see it, sorted: with files of pending commits, without stale ones.
-
-    Raises:
-        OSError: The directory cannot be listed.
-    """
-    return sorted(paths_in(storage, directory))
-
-
 def remove_checkpoint(storage: Storage, directory: Path) -> None:
     """Remove a directory atomically for readers; do nothing if it does not exist.
 

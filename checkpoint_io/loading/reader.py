@@ -48,6 +48,10 @@ class DirectoryReader:
         storage: Storage of the directory.
         path: Directory.
 
+    Attributes:
+        names: Its files and subdirectories, sorted: those of pending commits too, without stale ones.
+        paths: Where they are, by name.
+
     Raises:
         OSError: The path is not a directory, or cannot be listed.
     """
@@ -55,8 +59,8 @@ class DirectoryReader:
     def __init__(self, storage: Storage, path: Path) -> None:
         self.path = path
         self._storage = storage
-        self._paths = paths_in(storage, path)
-        self.names = sorted(self._paths)
+        self.paths = paths_in(storage, path)
+        self.names = sorted(self.paths)
 
     def open(self, name: str, expected: FileRecord | None = None) -> TensorFile:
         """Open a tensor file; see `open_tensor_file`."""
@@ -70,11 +74,20 @@ class DirectoryReader:
             name, lambda path, inside: self._storage.read_file(path, max_bytes=MAX_JSON_BYTES, inside=inside)
         )
 
+    def size(self, name: str) -> int:
+        """Return the size of a file in bytes."""
+
+        def measure(path: Path, inside: Path) -> int:
+            with self._storage.open_regular(path, inside=inside) as file:
+                return self._storage.size(file)
+
+        return self._retry(name, measure)
+
     def _retry(self, name: str, action: Callable[[Path, Path], T]) -> T:
         """Run the action with the file's path and the directory that its links must not leave."""
         num_attempts = 0
         while True:
-            path = self._paths.get(name, self.path / name)
+            path = self.paths.get(name, self.path / name)
             # A directory committed together with its parent is a subdirectory of the parent's commit directory.
             inside = self.path if path.is_relative_to(self.path) else path.parent.parent
             try:
@@ -84,7 +97,7 @@ class DirectoryReader:
                 if num_attempts == _NUM_ATTEMPTS or not is_transient(error):
                     raise
             try:
-                self._paths = paths_in(self._storage, self.path)
+                self.paths = paths_in(self._storage, self.path)
             except OSError as error:
                 raise cannot_open(self.path, error) from error
 
@@ -99,6 +112,15 @@ def open_directory(storage: Storage, path: Path) -> DirectoryReader:
         return DirectoryReader(storage, path)
     except OSError as error:
         raise cannot_open(path, error) from error
+
+
+def read_document(storage: Storage, path: Path) -> bytes:
+    """Return the content of a small file as readers see it, in a pending commit or in its place.
+
+    Raises:
+        CheckpointError: The file is missing, not a regular file, outside of its directory, or larger than 64 MiB.
+    """
+    return open_directory(storage, path.parent).read(path.name)
 
 
 def cannot_open(path: Path, error: Exception) -> CheckpointError:

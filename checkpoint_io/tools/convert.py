@@ -16,7 +16,7 @@ from typing import IO, Any, cast
 
 import torch
 
-from booster.checkpoint_io.commit import Transaction, list_directory, resolve
+from booster.checkpoint_io.commit import Transaction, paths_in
 from booster.checkpoint_io.formats.json import MAX_JSON_BYTES
 from booster.checkpoint_io.formats.optimizer_values import MASTER_SUFFIX, parse_values
 from booster.checkpoint_io.layout import (
@@ -27,7 +27,7 @@ from booster.checkpoint_io.layout import (
     check_suffix,
     save_target,
 )
-from booster.checkpoint_io.loading.reader import StoredCheckpoint
+from booster.checkpoint_io.loading.reader import StoredCheckpoint, open_directory
 from booster.checkpoint_io.parallel import CheckpointGroup
 from booster.checkpoint_io.saving.part import CheckpointPart
 from booster.checkpoint_io.saving.save import Saver, SaveRequest
@@ -297,15 +297,14 @@ def _documents(
 ) -> Iterator[tuple[str, bytes]]:
     if not source.is_directory:
         return
-    directory = source.path / folder
-    is_of_checkpoint = _belongs_to_checkpoint(storage, directory)
-    for name in list_directory(storage, directory):
+    directory = open_directory(storage, source.path / folder)
+    is_of_checkpoint = _belongs_to_checkpoint(storage, directory.path)
+    for name in directory.names:
         if name.startswith(".") or is_of_checkpoint(name) or name.startswith(TRAINING_STATE.removesuffix("json")):
             continue
-        path = resolve(storage, directory, name)
-        reason = _skip_reason(storage, path)
+        reason = _skip_reason(storage, directory.paths[name])
         if reason is None:
-            yield name, storage.read_file(path, max_bytes=MAX_JSON_BYTES, inside=directory)
+            yield name, directory.read(name)
         elif name not in {other.folder for other in source.parts}:
             notes.append(f"left out: {f'{folder}/{name}'.lstrip('/')} ({reason})")
 
@@ -322,7 +321,7 @@ def _skip_reason(storage: Storage, path: Path) -> str | None:
 
 def _belongs_to_checkpoint(storage: Storage, directory: Path) -> Callable[[str], bool]:
     """Return a predicate for names that belong to a checkpoint in the directory, such as its shards."""
-    names = list_directory(storage, directory) if storage.kind(directory) == "directory" else []
+    names = sorted(paths_in(storage, directory)) if storage.kind(directory) == "directory" else []
     all_names = [file_names for kind in KINDS for name in names if (file_names := kind.names_of(name)) is not None]
     return lambda name: any(owner.may_have_written(name) or name == owner.groups for owner in all_names)
 
@@ -362,7 +361,7 @@ def check_target(storage: Storage, source: CheckpointContents, target: Path, *, 
             f"{target} and {source.path} are nested or the same, but the source is never changed: give another path"
         )
     kind = storage.kind(real_target)
-    is_empty = kind is None or (kind == "directory" and not list_directory(storage, real_target))
+    is_empty = kind is None or (kind == "directory" and not paths_in(storage, real_target))
     if not is_empty and not overwrites:
         raise ConfigError(f"{target} exists already: give a new path, or --overwrite to replace the checkpoint there")
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from booster.checkpoint_io.commit import list_directory, read_document
+from booster.checkpoint_io.commit import paths_in
 from booster.checkpoint_io.formats import json_values
 from booster.checkpoint_io.formats.manifest import Manifest
 from booster.checkpoint_io.formats.optimizer_values import parse_values
 from booster.checkpoint_io.formats.tensor_files import GROUPS_KEY, open_tensor_file
 from booster.checkpoint_io.layout import GRADIENTS, MODEL, OPTIMIZER, RANDOM_STATE, FileKind, FileNames
 from booster.checkpoint_io.loading.fill import verify_ranges
-from booster.checkpoint_io.loading.reader import StoredCheckpoint, open_checkpoint
+from booster.checkpoint_io.loading.reader import StoredCheckpoint, open_checkpoint, read_document
 from booster.checkpoint_io.storage import Storage
 from booster.checkpoint_io.training_state.document import TrainingDocument
 from booster.checkpoint_io.training_state.retention import TRAINING_STATE, StepDirectories, read_training_manifest
@@ -142,7 +142,7 @@ def read_training_state(storage: Storage, contents: CheckpointContents) -> bytes
     """
     if contents.manifest is None:
         return None
-    raw = read_document(storage, contents.path, TRAINING_STATE)
+    raw = read_document(storage, contents.path / TRAINING_STATE)
     contents.manifest.documents[TRAINING_STATE].check(raw, contents.path / TRAINING_STATE)
     return raw
 
@@ -248,7 +248,7 @@ def _contents_of_directory(storage: Storage, directory: Path) -> CheckpointConte
 
 
 def _parts_in(storage: Storage, directory: Path, folder: str) -> Iterator[StoredPart]:
-    names = list_directory(storage, directory)
+    names = sorted(paths_in(storage, directory))
     for kind in KINDS:
         all_names = dict.fromkeys(file_names for name in names if (file_names := kind.names_of(name)) is not None)
         plain = [file_names for file_names in all_names if file_names.prefix is None]
@@ -269,7 +269,7 @@ def _folders(
         return sorted({name.rpartition("/")[0] for name in manifest.documents} - {""})
     if parts:
         return []  # other directories beside a model are not part of the checkpoint
-    names = [name for name in list_directory(storage, directory) if not name.startswith(".")]
+    names = sorted(name for name in paths_in(storage, directory) if not name.startswith("."))
     return [name for name in names if storage.kind(directory / name) == "directory"]
 
 
@@ -323,7 +323,7 @@ def verify_documents(storage: Storage, contents: CheckpointContents) -> int:
     if contents.manifest is None:
         return 0
     for name, record in contents.manifest.documents.items():
-        record.check(read_document(storage, contents.path, name), contents.path / name)
+        record.check(read_document(storage, contents.path / name), contents.path / name)
     return len(contents.manifest.documents)
 
 
@@ -334,7 +334,7 @@ def orphaned_shards(storage: Storage, contents: CheckpointContents) -> list[str]
     orphaned: list[str] = []
     for folder in dict.fromkeys(("", *(part.folder for part in contents.parts))):
         all_names = [part.names for part in contents.parts if part.folder == folder and part.names is not None]
-        for name in list_directory(storage, contents.path / folder):
+        for name in sorted(paths_in(storage, contents.path / folder)):
             is_shard = FileNames.is_shard_like(name) and Path(name).suffix in (".safetensors", ".bin")
             if is_shard and not any(file_names.may_have_written(name) for file_names in all_names):
                 orphaned.append(f"{folder}/{name}".lstrip("/"))

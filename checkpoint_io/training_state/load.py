@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from booster.checkpoint_io.commit import read_document
 from booster.checkpoint_io.formats.manifest import DocumentRecord, Manifest
 from booster.checkpoint_io.layout import GRADIENTS, MODEL, OPTIMIZER, RANDOM_STATE
 from booster.checkpoint_io.loading.fill import read_slices
 from booster.checkpoint_io.loading.load import Loader, ModelLoad, OptimizerLoad, incomplete_on_failure
-from booster.checkpoint_io.loading.reader import StoredCheckpoint
+from booster.checkpoint_io.loading.reader import StoredCheckpoint, read_document
 from booster.checkpoint_io.parallel import CheckpointGroup
 from booster.checkpoint_io.storage import Storage
 from booster.comm import all_gather_bytes, check_same_across_ranks
@@ -249,7 +248,7 @@ def _read_checked(storage: Storage, directory: Path, manifest: Manifest, parts: 
         is_requested = any(folder in folders and kind.names_of(base) is not None for kind, folders in requested)
         if name != TRAINING_STATE and not is_requested:
             continue
-        raw = read_document(storage, directory, name)
+        raw = read_document(storage, directory / name)
         document = raw if name == TRAINING_STATE else document
         if DocumentRecord.of(raw) != record:
             raise CheckpointError(

@@ -6,8 +6,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from booster.checkpoint_io.commit import Transaction, list_directory, read_document, remove_checkpoint, resolve
+from booster.checkpoint_io.commit import Transaction, remove_checkpoint
 from booster.checkpoint_io.formats.manifest import Manifest
+from booster.checkpoint_io.loading.reader import open_directory
 from booster.checkpoint_io.storage import Storage
 from booster.errors import CheckpointError, ConfigError
 from booster.logger import get_dist_logger
@@ -129,7 +130,7 @@ class StepDirectories:
                         f"{folder / TRAINING_STATE_MANIFEST} has no sequence number: take another copy of it"
                     )
                 found.append(CommittedStep(path=folder, sequence=sequence))
-            except (CheckpointError, FileNotFoundError) as error:
+            except CheckpointError as error:
                 if self._storage.kind(folder) is None:
                     continue  # removed meanwhile by a background save
                 if not skip_damaged:
@@ -145,17 +146,17 @@ def read_training_manifest(storage: Storage, directory: Path) -> Manifest | None
     Raises:
         CheckpointError: The manifest is damaged, or the training state is missing or has another size.
     """
-    if storage.kind(directory) not in ("directory", "link") or TRAINING_STATE_MANIFEST not in list_directory(
-        storage, directory
-    ):
+    if storage.kind(directory) not in ("directory", "link"):
+        return None
+    files = open_directory(storage, directory)
+    if TRAINING_STATE_MANIFEST not in files.names:
         return None
     path = directory / TRAINING_STATE_MANIFEST
-    manifest = Manifest.parse(read_document(storage, directory, path.name), str(path))
+    manifest = Manifest.parse(files.read(path.name), str(path))
     record = manifest.documents.get(TRAINING_STATE)
     if manifest.kind != "training_state" or record is None:
         raise CheckpointError(f"{path} is not the manifest of a training state: take another copy of the checkpoint")
-    with storage.open_regular(resolve(storage, directory, TRAINING_STATE), inside=directory) as file:
-        num_bytes = storage.size(file)
+    num_bytes = files.size(TRAINING_STATE)
     if num_bytes != record.num_bytes:
         raise CheckpointError(
             f"{directory / TRAINING_STATE} has {num_bytes} bytes, but {record.num_bytes} were written: take another"

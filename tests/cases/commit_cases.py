@@ -5,7 +5,7 @@ from __future__ import annotations
 from oracles.crash_disk import read_tree
 from oracles.faulting_storage import UnsyncedStorage
 
-from booster.checkpoint_io.commit import Transaction, list_directory, resolve
+from booster.checkpoint_io.commit import Transaction, paths_in
 
 STORAGE = UnsyncedStorage()
 TOKEN = "0123456789abcdef" * 2
@@ -50,6 +50,15 @@ def complete(storage, target):
         transaction.begin()
     finally:
         transaction.abort()
+
+
+def list_directory(storage, directory):
+    return sorted(paths_in(storage, directory))
+
+
+def resolve(storage, directory, name):
+    path = directory / name
+    return paths_in(storage, path.parent).get(path.name, path)
 
 
 def seen(directory, storage=STORAGE):

@@ -250,6 +250,15 @@ def test_an_optimizers_plain_files_come_along(tmp_path):
     assert names_in(tmp_path / "b") == names_in(tmp_path / "o")
 
 
+def test_plain_files_of_a_folder_come_along_from_a_commit_that_is_not_installed(tmp_path):
+    IO.save_model(ModelWrapper(Net()), tmp_path / "a" / "first", shard=True)
+    commit = tmp_path / "a" / f".booster-commit-{'1' * 32}" / "first"
+    commit.mkdir(parents=True)
+    (commit / "notes.json").write_text("{}")
+    converted(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "b" / "first" / "notes.json").read_text() == "{}"
+
+
 def test_a_snapshot_of_the_hub_cache(tmp_path):
     blobs, source = tmp_path / "models--x" / "blobs", tmp_path / "models--x" / "snapshots" / "abc"
     blobs.mkdir(parents=True)

@@ -12,7 +12,9 @@ from commit_cases import (
     STORAGE,
     TOKEN,
     is_ours,
+    list_directory,
     plain,
+    resolve,
     save,
     save_file,
     seen,
@@ -21,7 +23,7 @@ from commit_cases import (
 from oracles.faulting_storage import UnsyncedStorage
 
 from booster.checkpoint_io import commit as commit_module
-from booster.checkpoint_io.commit import Transaction, list_directory, remove_checkpoint, resolve
+from booster.checkpoint_io.commit import Transaction, remove_checkpoint
 from booster.errors import CheckpointError
 
 
