@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,7 +20,7 @@ from booster.errors import ConfigError, incomplete_error
 from booster.interface import AccumulatedGradients, ModelWrapper, OptimizerState, OptimizerWrapper, TensorSlice
 from booster.interface.checkpoint_io import AdapterFiles, CheckpointIO, SaveOptions, TrainingParts
 
-from .commit import Transaction
+from .commit import replaced_file
 from .formats import json_values
 from .formats.json import MAX_JSON_BYTES, json_bytes
 from .layout import ADAPTER, MODEL, OPTIMIZER, as_path, save_target
@@ -90,21 +91,16 @@ class GeneralCheckpointIO(CheckpointIO):
         action = "saving the model"
         wrapped = self.ranks.run_on_all_ranks(lambda: as_model_wrapper(model, is_primary=self.ranks.rank == 0), action)
         wrapped.require_equal_copies()
-        self._save(
-            lambda: model_part(
-                wrapped,
-                save_target(
-                    checkpoint,
-                    MODEL,
-                    shard=shard,
-                    prefix=prefix,
-                    size_per_shard=size_per_shard,
-                    use_safetensors=use_safetensors,
-                ),
-            ),
-            action,
-            use_async,
+        target = partial(
+            save_target,
+            checkpoint,
+            MODEL,
+            shard=shard,
+            prefix=prefix,
+            size_per_shard=size_per_shard,
+            use_safetensors=use_safetensors,
         )
+        self._save(lambda: [model_part(wrapped, target())], action, use_async)
 
     def load_model(
         self,
@@ -150,16 +146,14 @@ class GeneralCheckpointIO(CheckpointIO):
         target = self.ranks.run_on_all_ranks(
             lambda: save_target(checkpoint, ADAPTER, shard=True, size_per_shard="1TB"), action
         )
-        adapters = self.ranks.run_on_all_ranks(prepare, action)
-        parts = [
-            CheckpointPart(target=target, slices=one.slices, folder=folder, documents=one.documents)
-            for folder, one in adapters.items()
-        ]
-        metadata = save_metadata(self.ranks.size)
-        request = SaveRequest(
-            target=target.path.absolute(), is_directory=True, parts=parts, metadata=metadata, action=action
+        self._save(
+            lambda: [
+                CheckpointPart(target=target, slices=one.slices, folder=folder, documents=one.documents)
+                for folder, one in prepare().items()
+            ],
+            action,
+            use_async,
         )
-        self.saver.save(request, use_async=use_async)
 
     def save_optimizer(
         self,
@@ -194,7 +188,7 @@ class GeneralCheckpointIO(CheckpointIO):
             action,
         )
         values = self.ranks.run_on_all_ranks(lambda: optimizer_values(wrapped), action)
-        self._save(lambda: optimizer_part(wrapped, target, values), action, use_async)
+        self._save(lambda: [optimizer_part(wrapped, target, values)], action, use_async)
 
     def load_optimizer(
         self,
@@ -229,14 +223,11 @@ class GeneralCheckpointIO(CheckpointIO):
             document = json_values.encode(scheduler_document(lr_scheduler), f"state of {type(lr_scheduler).__name__}")
             if self.ranks.rank != 0:
                 return
-            transaction = Transaction(self.storage, path, is_directory=False)
-            try:
-                with explain_missing_parents(self.storage, path, "saving the LR scheduler"):
-                    directory = transaction.begin()
-                self.storage.write_file(directory / path.name, json_bytes(document))
-                transaction.commit(is_stale=lambda name: False)
-            finally:
-                transaction.abort()
+            with (
+                explain_missing_parents(self.storage, path, "saving the LR scheduler"),
+                replaced_file(self.storage, path) as new_path,
+            ):
+                self.storage.write_file(new_path, json_bytes(document))
 
         self.ranks.run_on_all_ranks(write, f"saving the LR scheduler to {path}")
 
@@ -293,15 +284,9 @@ class GeneralCheckpointIO(CheckpointIO):
         """Wait until no save is in flight; see `CheckpointIO.wait`. Collective over the group."""
         self.saver.wait()
 
-    def _save(self, prepare: Callable[[], CheckpointPart], action: str, use_async: bool) -> None:
-        part = self.ranks.run_on_all_ranks(prepare, action)
-        request = SaveRequest(
-            target=part.target.path.absolute(),
-            is_directory=part.target.is_directory,
-            parts=[part],
-            metadata=save_metadata(self.ranks.size),
-            action=action,
-        )
+    def _save(self, prepare: Callable[[], list[CheckpointPart]], action: str, use_async: bool) -> None:
+        parts = self.ranks.run_on_all_ranks(prepare, action)
+        request = SaveRequest(parts=parts, metadata=save_metadata(self.ranks.size), action=action)
         self.saver.save(request, use_async=use_async)
 
 

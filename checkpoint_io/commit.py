@@ -453,6 +453,23 @@ class Transaction:
         return is_related or match["target"] == self._target.name[:_MAX_NAME]
 
 
+@contextmanager
+def replaced_file(storage: Storage, target: Path) -> Iterator[Path]:
+    """Context that yields the path at which to write and sync one file, and makes it the target if it does not raise.
+
+    Raises:
+        ConfigError: The target is a directory.
+        CheckpointError: The commit is impossible.
+        OSError: A file system operation failed.
+    """
+    transaction = Transaction(storage, target, is_directory=False)
+    try:
+        yield transaction.begin() / target.name
+        transaction.commit(is_stale=lambda name: False)
+    finally:
+        transaction.abort()
+
+
 def remove_checkpoint(storage: Storage, directory: Path) -> None:
     """Remove a directory atomically for readers; do nothing if it does not exist.
 

@@ -188,7 +188,7 @@ class SaveTarget:
     """Path and format of a part of a save.
 
     Attributes:
-        path: File or directory.
+        path: File or directory, absolute.
         kind: Kind of part.
         names: File names.
         is_directory: If True, write into a directory. If False, write the one file that the path names.
@@ -241,7 +241,7 @@ def save_target(
     if not is_directory:
         check_suffix(path, is_safetensors=is_safetensors)
     return SaveTarget(
-        path=path,
+        path=path.absolute(),
         kind=kind,
         names=kind.names(is_safetensors=is_safetensors, prefix=prefix),
         is_directory=is_directory,

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -48,13 +49,18 @@ def full_box(shape: tuple[int, ...]) -> Box:
 
 def run_length(shape: Sequence[int], box: Box) -> int:
     """Return the run length of the box in elements; see Note [Runs of a box]."""
-    partial = _last_partial(shape, box)
-    return math.prod(length for _, length in box[partial:])
+    partial = len(box) - 1
+    while partial > 0 and box[partial][1] == shape[partial]:
+        partial -= 1
+    return math.prod(length for _, length in box[max(partial, 0) :])
 
 
-def run_start(shape: Sequence[int], box: Box, element: int) -> int:
-    """Map a flat index within the box to a flat index within the logical tensor."""
-    start, stride = 0, 1
+Index = TypeVar("Index", int, np.ndarray)
+
+
+def run_start(shape: Sequence[int], box: Box, element: Index) -> Index:
+    """Map flat indices within the box to flat indices within the logical tensor."""
+    start, stride = element * 0, 1
     for size, (offset, length) in zip(reversed(shape), reversed(box), strict=True):
         element, index = divmod(element, length)
         start += (offset + index) * stride
@@ -77,8 +83,7 @@ def byte_runs(
     start, stop = span
     if start == stop:
         return
-    partial = _last_partial(shape, box)
-    length = math.prod(length for _, length in box[partial:])
+    length = run_length(shape, box)
     first_run, end = start // length, (stop - 1) // length + 1
     if end - first_run == 1:  # fast path: the usual case, often for 100,000 slices
         logical = run_start(shape, box, start) * itemsize
@@ -88,8 +93,9 @@ def byte_runs(
         runs = np.arange(first, min(first + max_runs, end), dtype=np.int64)
         begin = np.maximum(runs * length, start)
         size = np.minimum((runs + 1) * length, stop) - begin
-        starts = _starts(shape, box, partial, runs) + (begin - runs * length)
-        yield RunBlock(logical=starts * itemsize, local=(begin - start) * itemsize, length=size * itemsize)
+        yield RunBlock(
+            logical=run_start(shape, box, begin) * itemsize, local=(begin - start) * itemsize, length=size * itemsize
+        )
 
 
 def elements_before(shape: Sequence[int], box: Box, position: int) -> int:
@@ -134,26 +140,6 @@ def overlapping_runs(
 
 def _all_runs(shape: Sequence[int], box: Box, span: tuple[int, int]) -> RunBlock:
     return next(byte_runs(shape, box, span, 1, max_runs=span[1] - span[0]))
-
-
-def _last_partial(shape: Sequence[int], box: Box) -> int:
-    """Return the last dimension that the box does not fill, or 0 if it fills all."""
-    for dim in range(len(box) - 1, 0, -1):
-        if box[dim][1] != shape[dim]:
-            return dim
-    return 0
-
-
-def _starts(shape: Sequence[int], box: Box, partial: int, runs: np.ndarray) -> np.ndarray:
-    """Return the start of each run in the flattened logical tensor, in elements."""
-    stride = math.prod(shape[partial + 1 :])
-    starts = np.full(len(runs), box[partial][0] * stride if box else 0, dtype=np.int64)
-    for dim in range(partial - 1, -1, -1):
-        stride *= shape[dim + 1]
-        offset, length = box[dim]
-        starts += (offset + runs % length) * stride
-        runs = runs // length
-    return starts
 
 
 _unset = functools.partial(np.zeros, 0, dtype=np.int64)

@@ -17,7 +17,7 @@ import torch
 
 from booster.checkpoint_io.commit import Transaction, paths_in
 from booster.checkpoint_io.formats.manifest import FORMAT_VERSION, DocumentRecord, Manifest
-from booster.checkpoint_io.layout import MODEL
+from booster.checkpoint_io.layout import MODEL, SaveTarget
 from booster.checkpoint_io.parallel import CheckpointGroup, as_checkpoint_error, run_in_threads
 from booster.checkpoint_io.planning.save_plan import SavePlan, WriteRange, plan_save
 from booster.checkpoint_io.planning.slices import SliceTable
@@ -45,9 +45,7 @@ class SaveRequest:
     """Content and target of one save.
 
     Attributes:
-        target: Final directory or file.
-        is_directory: Whether the target is a directory.
-        parts: Parts of the checkpoint.
+        parts: Parts of the checkpoint, at least one, with one path.
         documents: Further small files, written by rank 0, by name.
         manifest_name: Name of a manifest over the documents and the parts' manifests. Optional, defaults to no
             such manifest.
@@ -58,8 +56,6 @@ class SaveRequest:
         action: Description of the operation for messages.
     """
 
-    target: Path
-    is_directory: bool
     parts: Sequence[CheckpointPart]
     documents: Mapping[str, bytes] = field(default_factory=dict)
     manifest_name: str | None = None
@@ -68,6 +64,11 @@ class SaveRequest:
     is_related: Callable[[str], bool] | None = None
     after_commit: Callable[[], None] | None = None
     action: str = "saving"
+
+    @property
+    def target(self) -> SaveTarget:
+        """Final directory or file."""
+        return self.parts[0].target
 
 
 # Every rank sends a fingerprint: request, digest of its slice table, and host. If all fingerprints equal those of an
@@ -242,8 +243,8 @@ class Saver:
         if fake.replicas is not None:
             return "", (tables_digest,) * self._ranks.size, (0,) * self._ranks.size
         description = [
-            f"{request.action} to {request.target}",
-            f"is_directory={request.is_directory}",
+            f"{request.action} to {request.target.path}",
+            f"is_directory={request.target.is_directory}",
             f"format {FORMAT_VERSION}",
             *options,
         ]
@@ -293,7 +294,7 @@ class Saver:
                 part=part,
                 plan=plan,
                 paths=[
-                    os.path.join(part.folder, file.name if part.target.is_directory else request.target.name)
+                    os.path.join(part.folder, file.name if part.target.is_directory else part.target.path.name)
                     for file in plan.files
                 ],
                 images=images if part.values is None else Images(),
@@ -304,16 +305,17 @@ class Saver:
         needed = sum(one.image(index).num_bytes for one in planned for index in range(len(one.plan.files)))
         if self._ranks.rank != 0:
             return planned
-        free = self._storage.free_bytes(request.target)
+        target = request.target
+        free = self._storage.free_bytes(target.path)
         if free < needed:  # leftovers of a killed save may take as much as this save needs
             leftovers = Transaction(
-                self._storage, request.target, is_directory=request.is_directory, is_related=request.is_related
+                self._storage, target.path, is_directory=target.is_directory, is_related=request.is_related
             )
             leftovers.clear_leftovers()
-            free = self._storage.free_bytes(request.target)
+            free = self._storage.free_bytes(target.path)
         if free < needed:
             raise CheckpointError(
-                f"{request.action} to {request.target} needs {needed} bytes, but only {free} are free: free some space,"
+                f"{request.action} to {target.path} needs {needed} bytes, but only {free} are free: free some space,"
                 " or save elsewhere"
             )
         return planned
@@ -338,7 +340,7 @@ class _SaveJob:
     def run(self) -> None:
         """Write and commit."""
         if fake.replicas is not None:  # files are created and committed by small writes
-            self._write(self._request.target)
+            self._write(self._request.target.path)
             return
         try:
             with Phase("save write"):
@@ -363,7 +365,7 @@ class _SaveJob:
         Returns:
             The results by rank, on rank 0; or rank 0's result alone, on every rank.
         """
-        action_name = f"{self._request.action} to {self._request.target}"
+        action_name = f"{self._request.action} to {self._request.target.path}"
         if self._barrier is None:
             return [self._ranks.run_on_all_ranks(action, action_name)]
         payload, failure = b"", None
@@ -379,11 +381,11 @@ class _SaveJob:
     # Rank 0, before the write.
 
     def _create(self) -> bytes:
-        request = self._request
+        request, target = self._request, self._request.target
         self._transaction = Transaction(
-            self._storage, request.target, is_directory=request.is_directory, is_related=request.is_related
+            self._storage, target.path, is_directory=target.is_directory, is_related=request.is_related
         )
-        with explain_missing_parents(self._storage, request.target, request.action):
+        with explain_missing_parents(self._storage, target.path, request.action):
             directory = self._transaction.begin()
         for folder in sorted({planned_part.part.folder for planned_part in self._planned} - {""}):
             self._storage.make_directory(directory / folder)
@@ -474,7 +476,7 @@ class _SaveJob:
 
     def _final_names(self, planned_part: PlannedPart) -> dict[str, str]:
         """Return other names for shards whose names are taken in the target; see Note [Second names]."""
-        names, folder = planned_part.part.target.names, self._request.target / planned_part.part.folder
+        names, folder = planned_part.part.target.names, self._request.target.path / planned_part.part.folder
         if planned_part.plan.layout.index is None:
             return {}
         taken = paths_in(self._storage, folder) if self._storage.kind(folder) == "directory" else {}
@@ -494,7 +496,7 @@ class _SaveJob:
                 position += len(ranges)
             if position != len(crcs):
                 raise CheckpointError(
-                    f"{self._request.action} to {self._request.target}: rank {rank} wrote {len(crcs)} ranges, but"
+                    f"{self._request.action} to {self._request.target.path}: rank {rank} wrote {len(crcs)} ranges, but"
                     f" {position} were planned: the ranks run different versions of torch-booster, install the same one"
                     " on all"
                 )
@@ -508,11 +510,11 @@ class _SaveJob:
             other = target.other_names
             if not other.may_have_written(base):
                 continue
-            if self._storage.kind(self._request.target / folder / other.manifest) is not None:
+            if self._storage.kind(target.path / folder / other.manifest) is not None:
                 return True  # an older save in the other format, which readers would find beside this one
             if target.kind == MODEL and base in (other.single, other.index) and other.suffix == "safetensors":
                 get_dist_logger().warning(
-                    f"{self._request.target / name} stays, and transformers reads it before the model that is saved"
+                    f"{target.path / name} stays, and transformers reads it before the model that is saved"
                     " beside it in torch's format: remove it, or save safetensors"
                 )
         return self._request.is_stale is not None and self._request.is_stale(name)

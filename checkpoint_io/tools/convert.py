@@ -16,7 +16,7 @@ from typing import IO, Any, cast
 
 import torch
 
-from booster.checkpoint_io.commit import Transaction, paths_in
+from booster.checkpoint_io.commit import paths_in, replaced_file
 from booster.checkpoint_io.formats.json import MAX_JSON_BYTES
 from booster.checkpoint_io.formats.optimizer_values import MASTER_SUFFIX, parse_values
 from booster.checkpoint_io.layout import (
@@ -159,8 +159,6 @@ def convert(storage: Storage, source: CheckpointContents, target: Path, conversi
         documents = {} if training_state is None else {TRAINING_STATE: training_state}
         manifest = source.manifest or open_parts[0][1].manifest
         request = SaveRequest(
-            target=target,
-            is_directory=True,
             parts=list(_parts(storage, source, open_parts, target, conversion, notes)),
             documents=documents,
             manifest_name=TRAINING_STATE_MANIFEST if documents else None,
@@ -197,7 +195,7 @@ def consolidate(
             slices=[TensorSlice.full(*named, primary=True) for named in mmap_tensors(stored).items()],
             values=None if stored.groups is None else stored.groups.decode("utf-8", "surrogatepass"),
         )
-    request = SaveRequest(target=target, is_directory=False, parts=[checkpoint_part], action="consolidating")
+    request = SaveRequest(parts=[checkpoint_part], action="consolidating")
     Saver(CheckpointGroup(), storage).save(request)
 
 
@@ -407,14 +405,9 @@ def export_optimizer(
         values = parse_values(stored.groups, stored.specs, str(stored.path))
         exported = torch_state_dict(values, mmap_tensors(stored), with_master_weights=with_master_weights)
         _check_plain(exported)
-        transaction = Transaction(storage, target, is_directory=False)
-        try:
-            with storage.create(transaction.begin() / target.name) as file:
-                _save(exported, _SequentialFile(storage, file))
-                storage.sync(file)
-            transaction.commit(is_stale=lambda name: False)
-        finally:
-            transaction.abort()
+        with replaced_file(storage, target) as new_path, storage.create(new_path) as file:
+            _save(exported, _SequentialFile(storage, file))
+            storage.sync(file)
     return list(exported[PARAMETER_NAMES])
 
 

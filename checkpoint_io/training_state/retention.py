@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from booster.checkpoint_io.commit import Transaction, remove_checkpoint
+from booster.checkpoint_io.commit import remove_checkpoint, replaced_file
 from booster.checkpoint_io.formats.manifest import Manifest
 from booster.checkpoint_io.loading.reader import open_directory
 from booster.checkpoint_io.storage import Storage
@@ -101,12 +101,8 @@ class StepDirectories:
         storage, path = self._storage, self._root / LATEST
         if storage.kind(path) == "link":  # other programs make it a symbolic link
             storage.remove(path)
-        transaction = Transaction(storage, path, is_directory=False)
-        try:
-            storage.write_file(transaction.begin() / LATEST, f"{name}\n".encode())
-            transaction.commit(is_stale=lambda name: False)
-        finally:
-            transaction.abort()
+        with replaced_file(storage, path) as new_path:
+            storage.write_file(new_path, f"{name}\n".encode())
 
     def remove_old(self, keep_last: int) -> None:
         """Remove committed steps, oldest first, until `keep_last` are left; other directory entries are kept."""

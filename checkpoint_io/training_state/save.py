@@ -193,8 +193,6 @@ class TrainingStateSaver:
             extra=extra,
         )
         return SaveRequest(
-            target=target,
-            is_directory=True,
             parts=list(self._parts(target, parts, random_state, gathered, options)),
             documents={TRAINING_STATE: document.encode()},
             manifest_name=TRAINING_STATE_MANIFEST,
