@@ -24,14 +24,12 @@ from booster.fault_tolerance.progress import in_phase
 from booster.logger import log_rank_zero
 
 from .sampler import BatchPosition, EpochSampler
-from .stream import CollateShard, StreamPosition, StreamReader, StreamShard
-from .worker_seeding import SeededDataset, WorkerInit
+from .stream import StreamPosition, StreamReader, StreamShard, collate_shard
+from .worker_seeding import SeededDataset, init_worker
 
 
-def decode_state(
-    state: Mapping[str, Any], expected: set[str], *, has_generator: bool
-) -> tuple[Mapping[str, Any], torch.Tensor | None]:
-    """Return a loader state and the generator's state in it; raise `ConfigError` if it is not one of such a loader."""
+def _check_state(state: Mapping[str, Any], expected: set[str], *, has_generator: bool) -> None:
+    """Raise `ConfigError` if a loader state is not one of such a loader."""
     missing = sorted(expected - set(state))
     if missing:
         raise ConfigError(
@@ -50,9 +48,6 @@ def decode_state(
             f"with{'' if has_generator else 'out'} one: the random numbers would differ; create the loader with the"
             " same `generator` argument as when the state was saved"
         )
-    if not has_generator:
-        return state, None
-    return state, torch.tensor(list(base64.b64decode(state["generator"])), dtype=torch.uint8)
 
 
 class Iteration(Protocol):
@@ -317,7 +312,8 @@ class DistributedDataLoader(DataLoader[T_co]):
             return super()._get_iterator()
         # torch's iterator passes the loader's dataset to its workers; `self.dataset` must stay the user's object.
         workers_view = copy.copy(self)
-        vars(workers_view).update(dataset=SeededDataset(self.dataset), worker_init_fn=WorkerInit(self.worker_init_fn))
+        initialize = functools.partial(init_worker, self.worker_init_fn)
+        vars(workers_view).update(dataset=SeededDataset(self.dataset), worker_init_fn=initialize)
         return super(DistributedDataLoader, workers_view)._get_iterator()
 
     def __len__(self) -> int:
@@ -377,16 +373,17 @@ class DistributedDataLoader(DataLoader[T_co]):
         """
         sampler = self.epoch_sampler
         expected = {*sampler.settings(), "epoch", sampler.position_key}
-        entries, generator_state = decode_state(state, expected, has_generator=self._user_generator is not None)
-        position = entries[sampler.position_key]
-        sampler.resume_from(entries, position)
-        if self._user_generator is not None and generator_state is not None:
-            self._user_generator.set_state(generator_state)
+        _check_state(state, expected, has_generator=self._user_generator is not None)
+        position = state[sampler.position_key]
+        generator_bytes = base64.b64decode(state.get("generator", ""))
+        sampler.resume_from(state, position)
+        if self._user_generator is not None:
+            self._user_generator.set_state(torch.tensor(list(generator_bytes), dtype=torch.uint8))
         # With drop_last and a larger global batch, the rest of the epoch may hold no batch.
         if position > 0 and self._has_ended(position):
-            cursor = Cursor(epoch=entries["epoch"] + 1)
+            cursor = Cursor(epoch=state["epoch"] + 1)
         else:
-            cursor = Cursor(epoch=entries["epoch"], position=position, stream_state=entries.get("stream_state"))
+            cursor = Cursor(epoch=state["epoch"], position=position, stream_state=state.get("stream_state"))
         self._cursor = self._next = cursor
         if self._next.position:
             log_uneven_end(sampler, self._next.position)
@@ -444,13 +441,13 @@ class DistributedStreamLoader(DistributedDataLoader[T_co]):
     def _get_iterator(self) -> Any:
         shard = self.epoch_sampler
         view = copy.copy(self)
-        collate = CollateShard(self.collate_fn, is_batched=self.batch_size is not None)
+        collate = functools.partial(collate_shard, self.collate_fn, self.batch_size is not None)
         # Without a batch sampler the reader yields whole batches.
         lock = (self.multiprocessing_context or torch.multiprocessing).Lock() if self.num_workers else None
         reader = StreamReader(self.dataset, copy.copy(shard), self._next.stream_state, lock)
         vars(view).update(dataset=reader, batch_sampler=None, collate_fn=collate)
         if self.num_workers:
-            vars(view).update(worker_init_fn=WorkerInit(self.worker_init_fn))
+            vars(view).update(worker_init_fn=functools.partial(init_worker, self.worker_init_fn))
         iterator = super(DistributedDataLoader, view)._get_iterator()
         vars(iterator).update(stream_reader=reader)
         return iterator

@@ -288,21 +288,12 @@ def _reading_alone() -> Iterator[None]:
         torch_worker._worker_info = info
 
 
-class CollateShard:
-    """Collates the samples of a batch by the user's function, and passes its position on.
-
-    Args:
-        collate_fn: The loader's function.
-        is_batched: Whether it takes a list of samples, or else one sample.
-    """
-
-    def __init__(self, collate_fn: Callable[[Any], Any], *, is_batched: bool) -> None:
-        self.collate_fn = collate_fn
-        self.is_batched = is_batched
-
-    def __call__(self, shard: tuple[StreamPosition, list[Any]]) -> tuple[StreamPosition, Any]:
-        position, samples = shard
-        return position, self.collate_fn(samples if self.is_batched else samples[0])
+def collate_shard(
+    collate_fn: Callable[[Any], Any], is_batched: bool, shard: tuple[StreamPosition, list[Any]]
+) -> tuple[StreamPosition, Any]:
+    """Collate the samples of a batch, or its only one, by the user's function, and pass its position on."""
+    position, samples = shard
+    return position, collate_fn(samples if is_batched else samples[0])
 
 
 def _digest(samples: Any) -> str:

@@ -70,16 +70,11 @@ class SeededDataset:
         return samples
 
 
-class WorkerInit:
-    """worker_init_fn that unwraps the dataset in `get_worker_info()` before it calls the user's worker_init_fn."""
-
-    def __init__(self, user_init_fn: Callable[[int], None] | None) -> None:
-        self.user_init_fn = user_init_fn
-
-    def __call__(self, worker_id: int) -> None:
-        info = get_worker_info()
-        assert info is not None
-        # WorkerInfo forbids assignment, but code that opens files on `get_worker_info().dataset` needs the real one.
-        object.__setattr__(info, "dataset", getattr(info.dataset, "dataset"))  # noqa: B009  (typed as a Dataset)
-        if self.user_init_fn is not None:
-            self.user_init_fn(worker_id)
+def init_worker(user_init_fn: Callable[[int], None] | None, worker_id: int) -> None:
+    """Unwrap the dataset in `get_worker_info()`, then call the user's worker_init_fn."""
+    info = get_worker_info()
+    assert info is not None
+    # WorkerInfo forbids assignment, but code that opens files on `get_worker_info().dataset` needs the real one.
+    object.__setattr__(info, "dataset", getattr(info.dataset, "dataset"))  # noqa: B009  (typed as a Dataset)
+    if user_init_fn is not None:
+        user_init_fn(worker_id)

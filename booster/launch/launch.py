@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -168,8 +168,16 @@ def launch_from_torch(
             "no launcher's variables in the environment: a world of one; for more start with `booster run`"
         )
         environment = RankEnvironment(rank=0, world_size=1, local_rank=0)
-    timeouts = _timeout_arguments(timeout_seconds, setup_timeout_seconds, checkpoint_timeout_seconds)
-    _launch_with(environment, backend, seed, verbose, config, timeouts)
+    launch(
+        **asdict(environment),
+        backend=backend,
+        seed=seed,
+        verbose=verbose,
+        config=config,
+        timeout_seconds=timeout_seconds,
+        setup_timeout_seconds=setup_timeout_seconds,
+        checkpoint_timeout_seconds=checkpoint_timeout_seconds,
+    )
 
 
 def launch_from_slurm(
@@ -199,8 +207,16 @@ def launch_from_slurm(
         ConfigError: Variables are missing or not numbers, `srun` did not start this process, host or port are unknown,
             or as in `launch`.
     """
-    timeouts = _timeout_arguments(timeout_seconds, setup_timeout_seconds, checkpoint_timeout_seconds)
-    _launch_with(read_slurm(host, port), backend, seed, verbose, config, timeouts)
+    launch(
+        **asdict(read_slurm(host, port)),
+        backend=backend,
+        seed=seed,
+        verbose=verbose,
+        config=config,
+        timeout_seconds=timeout_seconds,
+        setup_timeout_seconds=setup_timeout_seconds,
+        checkpoint_timeout_seconds=checkpoint_timeout_seconds,
+    )
 
 
 def launch_from_openmpi(
@@ -230,8 +246,16 @@ def launch_from_openmpi(
     Raises:
         ConfigError: Variables are missing or not numbers, host or port are unknown, or as in `launch`.
     """
-    timeouts = _timeout_arguments(timeout_seconds, setup_timeout_seconds, checkpoint_timeout_seconds)
-    _launch_with(read_openmpi(host, port), backend, seed, verbose, config, timeouts)
+    launch(
+        **asdict(read_openmpi(host, port)),
+        backend=backend,
+        seed=seed,
+        verbose=verbose,
+        config=config,
+        timeout_seconds=timeout_seconds,
+        setup_timeout_seconds=setup_timeout_seconds,
+        checkpoint_timeout_seconds=checkpoint_timeout_seconds,
+    )
 
 
 def get_default_parser() -> argparse.ArgumentParser:
@@ -278,32 +302,6 @@ def destroy_world() -> None:
     stop_heartbeat(ENDED)
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _timeout_arguments(training: float, setup: float, checkpoint: float) -> dict[str, float]:
-    return {"timeout_seconds": training, "setup_timeout_seconds": setup, "checkpoint_timeout_seconds": checkpoint}
-
-
-def _launch_with(
-    environment: RankEnvironment,
-    backend: str | None,
-    seed: int,
-    verbose: bool,
-    config: ConfigSource,
-    timeouts: Mapping[str, float],
-) -> None:
-    launch(
-        environment.rank,
-        environment.world_size,
-        environment.host,
-        environment.port,
-        backend,
-        environment.local_rank,
-        seed,
-        verbose,
-        config,
-        **timeouts,
-    )
 
 
 def _already_launched(settings: LaunchSettings, config: Config | None) -> bool:

@@ -100,7 +100,10 @@ def rendezvous(store: Store, rank: int, info: RankInfo, timeout_seconds: float) 
             "which did not happen: check rank 0's output, or allow more time with setup_timeout_seconds=..."
         ) from error
     if outcome["missing"]:
-        raise _missing(outcome["missing"], world_size, timeout_seconds)
+        raise RankFailedError(
+            f"rank(s) {outcome['missing']} of world_size={world_size} did not join the launch within"
+            f" {timeout_seconds:g} s: check why they did not start, or allow more time with setup_timeout_seconds=..."
+        )
     if outcome["difference"]:
         raise ConfigError(outcome["difference"])
     hosts: list[str] = outcome["hosts"]
@@ -149,13 +152,6 @@ def _first_difference(infos: list[RankInfo]) -> str | None:
                     "but all ranks form one world: launch them with the same settings"
                 )
     return None
-
-
-def _missing(ranks: list[int], world_size: int, timeout_seconds: float) -> RankFailedError:
-    return RankFailedError(
-        f"rank(s) {ranks} of world_size={world_size} did not join the launch within {timeout_seconds:g} s: "
-        "check why they did not start, or allow more time with setup_timeout_seconds=..."
-    )
 
 
 def _connection_error(

@@ -445,7 +445,8 @@ def _draw_heat_map(panel: Any, run: LoggedRun, loads: Mapping[int, Mapping[str, 
         position = 0
         for name, size in sizes.items():
             if name in layers:
-                rows[position : position + size, column] = torch.tensor(_relative_loads(layers[name]["tokens"]))
+                tokens = torch.tensor(layers[name]["tokens"])
+                rows[position : position + size, column] = tokens * size / tokens.sum().clamp(min=1)
             position += size
     steps = list(loads)
     edges = [steps[0] - run.records[steps[0]].get("steps", 1), *steps]
@@ -454,10 +455,6 @@ def _draw_heat_map(panel: Any, run: LoggedRun, loads: Mapping[int, Mapping[str, 
     for position in itertools.accumulate(sizes.values()):
         panel.axhline(position, color="black", linewidth=0.5)
     panel.set_ylabel("experts by layer")
-
-
-def _relative_loads(tokens: Sequence[float]) -> list[float]:
-    return [one * len(tokens) / max(sum(tokens), 1) for one in tokens]
 
 
 def _dropped_share(loads: Iterable[Mapping[str, Any]]) -> float:

@@ -206,15 +206,7 @@ class Monitor:
         self._logs = []
 
     def _open_synchronized(self, opened: ExitStack, num_experts: dict[str, int]) -> dict[str, int]:
-        """Open the logs and verify the settings across ranks. A failure on one rank is raised on all.
-
-        Args:
-            opened: Closes the logs.
-            num_experts: Number of experts by layer of this rank.
-
-        Returns:
-            The number of experts by layer of all ranks, such as pipeline stages.
-        """
+        """Open the logs, compare the ranks' settings, and return the experts by layer of all ranks. Collective."""
         barrier = ErrorBarrier(name="monitor", timeout_seconds=_ENTRY_TIMEOUT_SECONDS)
         error: Exception | None = None
         try:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from booster.comm import all_gather_bytes, all_reduce_numbers
+from booster.comm import all_gather_bytes, any_rank
 from booster.core.accumulation import any_nonfinite
 from booster.errors import ConfigError, NonfiniteError, format_list
 from booster.fault_tolerance.progress import StepCallback, current_progress, observe_phases
@@ -48,17 +48,11 @@ def detect_nonfinite(model: ModelWrapper, optimizer: OptimizerWrapper | None, *,
 
 @dataclass(slots=True)
 class _Records:
-    """Records of a rank; see Note [Nonfinite detection].
+    """What a rank has found that is not finite; see Note [Nonfinite detection]."""
 
-    Attributes:
-        modules: Names of modules with nonfinite outputs, and whether their inputs were finite.
-        gradients_of: Parameters with a nonfinite local gradient, in order of backward.
-        gradients_at: First module, in order of backward, whose output had a nonfinite gradient, or None.
-    """
-
-    modules: list[tuple[str, bool]] = field(default_factory=list)
-    gradients_of: list[str] = field(default_factory=list)
-    gradients_at: str | None = None
+    modules: list[tuple[str, bool]] = field(default_factory=list)  # with whether their inputs were finite
+    gradients_of: list[str] = field(default_factory=list)  # parameters, in order of backward
+    gradients_at: str | None = None  # first module, in order of backward, by the gradient of its output
 
 
 class _NonfiniteDetector(StepCallback):
@@ -144,7 +138,7 @@ class _NonfiniteDetector(StepCallback):
             return
         value = 0.0 if loss is None else float(loss.detach())
         modules, self._records.modules = self._records.modules, []
-        if not _any_rank(not math.isfinite(value)):
+        if not any_rank([not math.isfinite(value)])[0]:
             return
         self._records = _Records()  # a pipeline's backward has finished when the loss is known
         names = {self._model.logical_name(name) for name, _ in self._model.named_parameters()}
@@ -163,7 +157,7 @@ class _NonfiniteDetector(StepCallback):
         notes, self._records = self._records, _Records()
         has_scale = optimizer.loss_scaler is not None
         held = [name for name, gradient in named() if any_nonfinite([gradient])]
-        found = optimizer.accumulation.found_nonfinite if has_scale else _any_rank(len(held) > 0)
+        found = optimizer.accumulation.found_nonfinite if has_scale else any_rank([len(held) > 0])[0]
         if not found:
             return
         report = {"held": held, "gradients_of": notes.gradients_of, "gradients_at": notes.gradients_at}
@@ -206,10 +200,6 @@ def _is_nonfinite(tensor: torch.Tensor) -> bool:
     if tensor.dtype.itemsize == 1:  # float8 has no isfinite
         tensor = tensor.float()
     return not bool(torch.isfinite(tensor).all())
-
-
-def _any_rank(flag: bool) -> bool:
-    return all_reduce_numbers([float(flag)])[0] > 0
 
 
 def _all_gather_reports(report: Any) -> list[Any]:

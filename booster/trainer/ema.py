@@ -12,7 +12,7 @@ from torch import nn
 from booster.comm import LOW_PRECISION, group_size, raise_on_all_ranks
 from booster.errors import BoosterError, ConfigError, RankFailedError, add_note
 from booster.interface import OptimizerWrapper
-from booster.validation import check_count, check_flag, error_of, is_number
+from booster.validation import check_count, check_flag, is_number
 
 from .hook import Hook, TrainerState
 
@@ -171,7 +171,8 @@ class EMAHook(Hook):
         """
         if self._trainer is None:
             raise ConfigError("EMAHook.applied() has no averages yet: call Trainer.fit() with the hook first")
-        raise_on_all_ranks(error_of(self._check_not_applied))
+        entered = ConfigError("EMAHook.applied() is entered already: leave its block first")
+        raise_on_all_ranks(entered if self._is_applied else None)
         self._use_averages(True)
         self._is_applied = True
         try:
@@ -191,10 +192,6 @@ class EMAHook(Hook):
     def _restore(self) -> None:
         self._use_averages(False)
         self._is_applied = False
-
-    def _check_not_applied(self) -> Any:
-        if self._is_applied:
-            raise ConfigError("EMAHook.applied() is entered already: leave its block first")
 
 
 def _trained(optimizer: OptimizerWrapper) -> Iterator[nn.Parameter]:

@@ -18,12 +18,6 @@ from .batches import num_samples_of, targets_of
 from .hook import Hook, TrainerState, hook_name
 
 
-def gather_floats(numbers: Sequence[float]) -> list[list[float]]:
-    """Return the numbers of all ranks, by rank, bit for bit. Collective, with equally many numbers."""
-    rows: list[list[float]] = all_gather_equal(torch.tensor([numbers], dtype=torch.float64)).tolist()
-    return rows
-
-
 class _RankSum:
     """Weighted sum of a rank's losses, which stays on the device until it is read."""
 
@@ -41,7 +35,8 @@ class _RankSum:
 
     def gather(self) -> list[list[float]]:
         """Return sum and weight of every rank. Collective."""
-        return gather_floats([float(self._sum), self._weight])
+        local = torch.tensor([[float(self._sum), self._weight]], dtype=torch.float64)
+        return all_gather_equal(local).tolist()  # type: ignore[no-any-return]
 
     def mean(self) -> float:
         """Return the mean over all ranks; nan without values. Collective."""
@@ -269,6 +264,16 @@ def _first_of_ranks(found: dict[str, float] | None, name: str) -> dict[str, floa
     return first
 
 
+def monitored_metric(metrics: Mapping[str, float], name: str, owner: str) -> float:
+    """Return a metric; raise `ConfigError` that names the hook if there is none of that name."""
+    if name not in metrics:
+        raise ConfigError(
+            f"{owner} monitors {name!r}, and the metrics are {', '.join(sorted(metrics)) or 'none'}: choose one of"
+            " these, or add the hook that computes it"
+        )
+    return metrics[name]
+
+
 class BestValue:
     """The best value of a metric so far.
 
@@ -300,12 +305,7 @@ class BestValue:
 
     def update(self, metrics: Mapping[str, float]) -> bool:
         """Return whether the metric has improved, which a nan has not; raise `ConfigError` if there is none."""
-        if self.monitor not in metrics:
-            raise ConfigError(
-                f"{self._owner} monitors {self.monitor!r}, and the metrics are {', '.join(sorted(metrics)) or 'none'}:"
-                " choose one of these, or add the hook that computes it"
-            )
-        now = metrics[self.monitor]
+        now = monitored_metric(metrics, self.monitor, self._owner)
         is_better = self.value is None or self._sign * (self.value - now) > self._min_delta
         if math.isnan(now) or not is_better:
             return False

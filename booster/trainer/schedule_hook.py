@@ -9,6 +9,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from booster.errors import ConfigError
 
 from .hook import Hook, TrainerState
+from .metric_hooks import monitored_metric
 
 _UNITS = ("step", "epoch", "evaluation")
 
@@ -66,11 +67,5 @@ class LRScheduleHook(Hook):
         scheduler: Any = trainer.lr_scheduler
         if self._monitor is None:
             scheduler.step()
-        elif self._monitor in trainer.metrics:
-            scheduler.step(trainer.metrics[self._monitor])
         else:
-            raise ConfigError(
-                f"LRScheduleHook monitors {self._monitor!r}, and the metrics are"
-                f" {', '.join(sorted(trainer.metrics)) or 'none'}: choose one of these, or add the hook that computes"
-                " it"
-            )
+            scheduler.step(monitored_metric(trainer.metrics, self._monitor, "LRScheduleHook"))

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,21 +112,13 @@ _MAP_FIXED = 0x10  # the same on every system, but missing in Python's mmap modu
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 
-def _system_mmap() -> Any:
-    function = ctypes.CDLL(None, use_errno=True).mmap
-    function.restype = ctypes.c_void_p
-    function.argtypes = (
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int64,
-    )
-    return function
-
-
-_mmap = _system_mmap()
+_mmap = ctypes.CDLL(None, use_errno=True).mmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = (
+    *(ctypes.c_void_p, ctypes.c_size_t),  # address, length
+    *(ctypes.c_int, ctypes.c_int, ctypes.c_int),  # protection, flags, descriptor
+    ctypes.c_int64,  # offset
+)
 
 
 class BlockMapping:

@@ -38,18 +38,14 @@ from .state_file import StateBlocks, StateFile, StateRange
 
 @dataclass(slots=True, eq=False)
 class _PendingUpdate:
-    """Update of a parameter as contiguous tensors.
-
-    Attributes:
-        num_left: Number of elements that are not updated yet.
-    """
+    """Update of a parameter as flat tensors."""
 
     group: AdamGroupUpdate
     update: AdamParamUpdate
     parameter: Tensor
     gradient: Tensor
     model_copy: Tensor | None
-    num_left: int
+    num_left: int  # elements that are not updated yet
 
 
 class OffloadedStep:
@@ -119,16 +115,11 @@ def _pending_update(group: AdamGroupUpdate, update: AdamParamUpdate) -> _Pending
     return _PendingUpdate(
         group=group,
         update=update,
-        parameter=_contiguous(parameter),
-        gradient=_contiguous(match_strides(update.gradient, parameter)),
-        model_copy=None if copy is None else _contiguous(match_strides(copy, parameter)),
+        parameter=flat_view(parameter),
+        gradient=flat_view(match_strides(update.gradient, parameter)),
+        model_copy=None if copy is None else flat_view(match_strides(copy, parameter)),
         num_left=parameter.numel(),
     )
-
-
-def _contiguous(tensor: Tensor) -> Tensor:
-    """Return a contiguous view of a dense tensor's memory."""
-    return tensor if tensor.is_contiguous() else flat_view(tensor)
 
 
 def _operands(
@@ -143,14 +134,8 @@ def _operands(
     if entry.parameter.numel() == numel:
         return KernelArguments(entry.parameter, entry.gradient, *moments, entry.model_copy, entry.update.next_step)
     elements = slice(state_range.start, state_range.stop)
-    copy = entry.model_copy
-    return KernelArguments(
-        entry.parameter.view(-1)[elements],
-        entry.gradient.view(-1)[elements],
-        *moments,
-        None if copy is None else copy.view(-1)[elements],
-        entry.update.next_step,
-    )
+    copy = None if entry.model_copy is None else entry.model_copy[elements]
+    return KernelArguments(entry.parameter[elements], entry.gradient[elements], *moments, copy, entry.update.next_step)
 
 
 def _write_back(entry: _PendingUpdate, arguments: StepArguments) -> None:
