@@ -89,7 +89,7 @@ class GeneralCheckpointIO(CheckpointIO):
         older save with the same prefix, in either format, are removed. Beside a single file there are no configs.
         """
         action = "saving the model"
-        wrapped = self.ranks.run_on_all_ranks(lambda: as_model_wrapper(model, is_primary=self.ranks.rank == 0), action)
+        wrapped = self.ranks.run_on_all_ranks(lambda: _as_model_wrapper(model, is_primary=self.ranks.rank == 0), action)
         wrapped.require_equal_copies()
         target = partial(
             save_target,
@@ -114,7 +114,7 @@ class GeneralCheckpointIO(CheckpointIO):
         self.saver.wait()
         path = as_path(checkpoint)
         wrapped = self.ranks.run_on_all_ranks(
-            lambda: as_model_wrapper(model, is_primary=self.ranks.rank == 0), f"loading the model from {path}"
+            lambda: _as_model_wrapper(model, is_primary=self.ranks.rank == 0), f"loading the model from {path}"
         )
         with Loader(self.ranks, self.storage, verify) as loader:
             load = ModelLoad(loader, wrapped, path, strict=strict)
@@ -295,16 +295,8 @@ class GeneralCheckpointIO(CheckpointIO):
 # the index over all groups, as in torch's state_dict, and matches only an optimizer that is built the same way.
 
 
-def as_model_wrapper(model: nn.Module, *, is_primary: bool) -> ModelWrapper:
-    """Return a boosted model unchanged, and wrap any other module.
-
-    Args:
-        model: Model.
-        is_primary: Whether this rank's values of a plain module are written.
-
-    Raises:
-        ConfigError: `model` is not a module.
-    """
+def _as_model_wrapper(model: nn.Module, *, is_primary: bool) -> ModelWrapper:
+    """Return a boosted model unchanged, and wrap any other module, of which the primary rank's values are written."""
     if isinstance(model, ModelWrapper):
         return model
     if not isinstance(model, nn.Module):

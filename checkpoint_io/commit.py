@@ -70,13 +70,8 @@ def publish(storage: Storage, temporary: Path, target: Path, *, is_stale: Callab
     _install(storage, commit, target)
 
 
-def recover_commits(storage: Storage, directory: Path) -> None:
-    """Install commits of killed saves in a directory, unless another save holds its lock.
-
-    Args:
-        storage: Storage of the directory.
-        directory: Directory; need not exist.
-    """
+def _recover_commits(storage: Storage, directory: Path) -> None:
+    """Install commits of killed saves in a directory, if it exists, unless another save holds its lock."""
     if storage.kind(directory) != "directory" or not _commit_directories(storage, directory):
         return
     lock = storage.lock(directory)
@@ -356,7 +351,7 @@ class Transaction:
         container = target if self._is_directory else target.parent
         # Pending commits first: they may contain the target or its directory.
         for directory in (container.parent, container):
-            recover_commits(storage, directory)
+            _recover_commits(storage, directory)
         kind = storage.kind(Path(os.path.realpath(target)))
         if self._is_directory and kind not in ("directory", None):
             raise ConfigError(

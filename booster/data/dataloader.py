@@ -217,13 +217,8 @@ class _UserIterator(LoaderIterator[T_co]):
             self._inner.close()
 
 
-class EpochSetter(Sampler[Any]):
-    """The sampler of the loader that was divided, with `set_epoch`.
-
-    Args:
-        loader: Loader whose epoch is set.
-        sampler: What torch gave the divided loader.
-    """
+class _EpochSetter(Sampler[Any]):
+    """The sampler of the loader that was divided, with the `set_epoch` of ours."""
 
     def __init__(self, loader: DistributedDataLoader[Any], sampler: Sampler[Any]) -> None:
         self._loader = loader
@@ -325,9 +320,9 @@ class DistributedDataLoader(DataLoader[T_co]):
 
     # As an attribute it would be a reference cycle.
     @property  # type: ignore[override]
-    def sampler(self) -> EpochSetter:  # type: ignore[override]
+    def sampler(self) -> _EpochSetter:  # type: ignore[override]
         """Sampler whose `set_epoch` is the loader's, for loops that were written for a `DistributedSampler`."""
-        return EpochSetter(self, vars(self)["sampler"])
+        return _EpochSetter(self, vars(self)["sampler"])
 
     @property
     def epoch(self) -> int:

@@ -45,17 +45,13 @@ class RankEnvironment:
 def read_torch() -> RankEnvironment:
     """Read RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT."""
     _require("booster run", TORCH)
-    rank, world_size, local_rank, port = read_numbers("booster run", _TORCH_NUMBERS)
+    rank, world_size, local_rank, port = _read_numbers("booster run", _TORCH_NUMBERS)
     host = os.environ["MASTER_ADDR"]
     return RankEnvironment(rank=rank, world_size=world_size, local_rank=local_rank, host=host, port=port)
 
 
-def read_numbers(launcher: str, names: Sequence[str]) -> list[int]:
-    """Return the values of numeric variables of a launcher.
-
-    Raises:
-        ConfigError: Variables are missing or not numbers.
-    """
+def _read_numbers(launcher: str, names: Sequence[str]) -> list[int]:
+    """Return the values of numeric variables of a launcher; raise `ConfigError` if some are missing or no numbers."""
     _require(launcher, names)
     wrong = [f"{name}={os.environ[name]!r}" for name in names if not os.environ[name].strip().isdecimal()]
     if wrong:
@@ -71,16 +67,12 @@ def first_set(names: Sequence[str]) -> str | None:
     return next((name for name in names if os.environ.get(name)), None)
 
 
-def choose_port(port: int | None, launcher: str, names: Sequence[str]) -> int:
-    """Return the port of the store: as given, else MASTER_PORT, else derived from the variables that name the job.
-
-    Raises:
-        ConfigError: MASTER_PORT is not a number, or no variable names the job.
-    """
+def _choose_port(port: int | None, launcher: str, names: Sequence[str]) -> int:
+    """Return the port of the store: as given, else MASTER_PORT, else derived from the variables that name the job."""
     if port is not None:
         return port
     if os.environ.get("MASTER_PORT"):
-        return read_numbers(launcher, ["MASTER_PORT"])[0]
+        return _read_numbers(launcher, ["MASTER_PORT"])[0]
     if first_set(names) is None:
         raise ConfigError(
             f"no port was given, and none can be derived from the job's name, as `{launcher}` sets none of "
@@ -109,7 +101,7 @@ _DAEMON = "OMPI_MCA_orte_local_daemon_uri"
 
 def read_openmpi(host: str | None = None, port: int | None = None) -> RankEnvironment:
     """Read OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, and the variables for the job's name and mpirun's host."""
-    rank, world_size, local_rank = read_numbers("mpirun", _RANK)
+    rank, world_size, local_rank = _read_numbers("mpirun", _RANK)
     if world_size == 1:
         return RankEnvironment(rank=rank, world_size=1, local_rank=local_rank)
     return RankEnvironment(
@@ -117,7 +109,7 @@ def read_openmpi(host: str | None = None, port: int | None = None) -> RankEnviro
         world_size=world_size,
         local_rank=local_rank,
         host=(os.environ.get("MASTER_ADDR") or _openmpi_store_host(rank, world_size)) if host is None else host,
-        port=choose_port(port, "mpirun", _OPENMPI_JOB_NAMES),
+        port=_choose_port(port, "mpirun", _OPENMPI_JOB_NAMES),
     )
 
 
@@ -161,7 +153,7 @@ _SLURM_JOB_NAMES = ("SLURM_JOB_ID", "SLURM_STEP_ID")
 def read_slurm(host: str | None = None, port: int | None = None) -> RankEnvironment:
     """Read SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, and the variables for the names of job and nodes."""
     tasks = first_set(_NUM_TASKS) or _STEP_TASKS
-    rank, world_size, local_rank = read_numbers("srun", ("SLURM_PROCID", tasks, "SLURM_LOCALID"))
+    rank, world_size, local_rank = _read_numbers("srun", ("SLURM_PROCID", tasks, "SLURM_LOCALID"))
     if world_size == 1:
         return RankEnvironment(rank=rank, world_size=1, local_rank=local_rank)
     if tasks != _STEP_TASKS and os.environ.get("SLURM_JOB_ID") and not os.environ.get("SLURM_STEP_ID"):
@@ -174,7 +166,7 @@ def read_slurm(host: str | None = None, port: int | None = None) -> RankEnvironm
         world_size=world_size,
         local_rank=local_rank,
         host=(os.environ.get("MASTER_ADDR") or _slurm_store_host(rank)) if host is None else host,
-        port=choose_port(port, "srun", _SLURM_JOB_NAMES),
+        port=_choose_port(port, "srun", _SLURM_JOB_NAMES),
     )
 
 

@@ -243,7 +243,7 @@ class Schedule(LRScheduler):
         base_lr = group.get("initial_lr", group["lr"])
         group["initial_lr"] = copy_hyperparameter(base_lr)
         self.base_lrs.append(copy_hyperparameter(base_lr))
-        set_hyperparameter(group, "lr", self._get_closed_form_lr()[index])
+        _set_hyperparameter(group, "lr", self._get_closed_form_lr()[index])
 
     # State.
 
@@ -273,7 +273,7 @@ class Schedule(LRScheduler):
         for group, saved in zip(groups, state_dict["param_groups"], strict=True):
             for key in self._group_keys(self.optimizer):
                 if key in saved:
-                    set_hyperparameter(group, key, saved[key], like=group["lr"])
+                    _set_hyperparameter(group, key, saved[key], like=group["lr"])
                 else:  # the group was added after the last step
                     group.pop(key, None)
         for name in ("base_lrs", "_last_lr"):
@@ -360,20 +360,12 @@ def copy_hyperparameter(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def set_hyperparameter(group: dict[str, Any], key: str, value: Any, like: Any = None) -> None:
-    """Set a hyperparameter of a group. A tensor is filled in place, as compiled steps refer to it.
-
-    Args:
-        group: Param group.
-        key: Name of the hyperparameter.
-        value: Number, or tensor with one element.
-        like: Value whose type is used if the group does not have the key.
-    """
-    current = group.get(key, like)
+def _set_hyperparameter(group: dict[str, Any], key: str, value: Any, like: Any = None) -> None:
+    """Set a hyperparameter of a group, of the type of `like` if it is new to it."""
     if isinstance(group.get(key), Tensor):
-        group[key].fill_(float(value))
+        group[key].fill_(float(value))  # in place, as compiled steps refer to it
     else:
-        group[key] = _like(value, current)
+        group[key] = _like(value, group.get(key, like))
 
 
 def _like(value: Any, other: Any) -> Any:

@@ -139,16 +139,11 @@ def _dispatched_experts(
 
 
 class _Layer:
-    """Sums over the forwards of one module of experts, on the device of its tokens.
-
-    Attributes:
-        num_experts: Number of experts.
-        device: Device of the sums; None before the first forward.
-    """
+    """Sums over the forwards of one module of experts, on the device of its tokens."""
 
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
-        self.device: torch.device | None = None
+        self.device: torch.device | None = None  # before the first forward
 
     def totals(self) -> Tensor:
         """Return tokens of each expert, dropped ones, the sum of entropies, and the number of their tokens."""

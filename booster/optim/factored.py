@@ -88,16 +88,7 @@ class FactoredBase(OptimizerBase):
     def _update_factored_second_moment(
         self, step: ParamUpdate, moment: str, sums: Tensor, tensor: Tensor, *, decay: float, eps: float
     ) -> None:
-        """Update a second moment with the squares of a tensor.
-
-        Args:
-            step: Update of the parameter.
-            moment: Key of the second moment, one of `_second_moments`.
-            sums: `_sums_of_squares` reduced over the full parameter.
-            tensor: Tensor of this rank's shard.
-            decay: Decay rate of the moment.
-            eps: Term added to every square.
-        """
+        """Update a second moment with the squares of a shard's tensor; `sums` are those of the full parameter."""
         if not is_factored(step.shape):
             squares = self._state_tensor(step, moment)
             squares.mul_(decay).addcmul_(tensor, tensor, value=1.0 - decay).add_(eps * (1.0 - decay))

@@ -18,12 +18,8 @@ from .base import OptimizerBase, check_decay_rates, check_flags, check_learning_
 from .param_update import ParamUpdate, UpdateBatch
 
 
-def weight_and_update_norms(batch: UpdateBatch, others: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Return, for every update, the norms of the full parameter's weights and of a second tensor of its shape.
-
-    Args:
-        batch: Updates.
-        others: Second tensor of each of them, such as the gradient.
+def _weight_and_update_norms(batch: UpdateBatch, others: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Return, for every update, the norms of the full parameter's weights and of a second tensor, as its gradient.
 
     Collective over the ranks of the batch's shards, if there are any. One all-reduce.
     """
@@ -34,7 +30,7 @@ def weight_and_update_norms(batch: UpdateBatch, others: Sequence[Tensor]) -> lis
     return [(total[0].sqrt(), total[1].sqrt()) for total in batch.reduced_sums(squares, lambda shape: 2)]
 
 
-def trust_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+def _trust_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     """Return the trust ratio `numerator / denominator`, or 1 if either is zero (such as zero-initialized weights)."""
     is_nonzero = (numerator > 0) & (denominator > 0)
     return torch.where(is_nonzero, numerator / denominator, torch.ones_like(numerator))
@@ -60,10 +56,10 @@ class _LambBase(OptimizerBase):
 
     def _apply(self, batch: UpdateBatch, updates: Sequence[Tensor]) -> None:
         """Subtract the updates, which are overwritten. Collective over the ranks of the batch's shards."""
-        norms = weight_and_update_norms(batch, updates)
+        norms = _weight_and_update_norms(batch, updates)
         for step, update, pair in zip(batch.updates, updates, norms, strict=True):
             if self._has_trust_ratio(step.group):
-                update.mul_(trust_ratio(*pair))
+                update.mul_(_trust_ratio(*pair))
             step.weights.sub_(update, alpha=float(step.group["lr"]))
 
 
@@ -341,7 +337,7 @@ class Lars(OptimizerBase):
 
     def _update(self, steps: list[ParamUpdate]) -> None:
         for batch in UpdateBatch.split(steps, self._shards):
-            norms = weight_and_update_norms(batch, [step.gradient for step in batch.updates])
+            norms = _weight_and_update_norms(batch, [step.gradient for step in batch.updates])
             for step, (weight_norm, gradient_norm) in zip(batch.updates, norms, strict=True):
                 group = step.group
                 denominator = gradient_norm + group["weight_decay"] * weight_norm + group["eps"]

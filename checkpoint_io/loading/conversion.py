@@ -220,7 +220,8 @@ def _converted(
         )
         if name not in names or name in renamed:
             continue
-        tensor = _placeholder_of(stored_name, specs[stored_name])
+        spec, box = specs[stored_name], full_box(specs[stored_name].shape)
+        tensor = _Placeholder(spec.shape, spec.dtype, [_Placement(stored_name, spec, box, box)])
         if pattern is None:
             renamed.add(name)
             yield [stored_name], {name: tensor}
@@ -234,11 +235,6 @@ def _converted(
             yield sources, {key: each[0] if isinstance(each, list) else each for key, each in tensors.items()}
         except Exception as error:
             failures.append(f"{name!r} from {sources[0]!r} by {converter.operations}: {error}")
-
-
-def _placeholder_of(name: str, spec: TensorSpec) -> _Placeholder:
-    box = full_box(spec.shape)
-    return _Placeholder(spec.shape, spec.dtype, [_Placement(name, spec, box, box)])
 
 
 def _conversions_of(model: nn.Module) -> list[Any] | None:

@@ -122,12 +122,7 @@ class DirectFiles:
 
 
 class _Grid:
-    """Cells of all files, numbered in file order.
-
-    Args:
-        sizes: Sizes of the files.
-        cell_bytes: Size of a cell; the last one of a file may be shorter.
-    """
+    """Cells of all files, numbered in file order; the last one of a file may be shorter."""
 
     def __init__(self, sizes: Sequence[int], cell_bytes: int) -> None:
         self._sizes = sizes
@@ -163,12 +158,7 @@ def assign_cells(is_needed: np.ndarray) -> np.ndarray:
 
 
 def _plan_host(packed: Sequence[np.ndarray], num_cells: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return the cells that only one rank of a host needs, and those that several need, by the rank that reads them.
-
-    Args:
-        packed: Cells that each rank needs, as packed bits.
-        num_cells: Number of cells.
-    """
+    """Return the cells that only one rank of a host needs, and those that several need, by the rank that reads them."""
     is_needed = np.stack([np.unpackbits(row, count=num_cells).astype(bool) for row in packed])
     readers, is_shared = assign_cells(is_needed), is_needed.sum(axis=0) > 1
     of_rank = [readers == rank for rank in range(len(is_needed))]
@@ -254,16 +244,7 @@ def _needs_of_ranks(grid: _Grid, needs: Sequence[ByteRange], ranks: CheckpointGr
 class _CellReads:
     """Reads of one rank, and what becomes of the cells that it needs; a context manager that ends the reads in flight.
 
-    Args:
-        files: Files.
-        grid: Cells of the files.
-        needs: Ranges that this rank needs.
-        left: Indices of the ranges that are not read here.
-        consume: Function that takes the bytes.
-        cell_bytes: Size of a cell.
-
-    Attributes:
-        failure: First error of this rank, which ends its reads; the others learn of it between rounds.
+    Its first error is kept as `failure`, and ends its reads; the other ranks learn of it between rounds.
     """
 
     def __init__(
@@ -321,15 +302,9 @@ class _CellReads:
         *,
         checks_all: bool,
     ) -> None:
-        """Read and consume cells that several ranks of the host need. Collective over `ranks`. An error is kept.
+        """Read and consume cells that several ranks of the host need, one of each reader per round. An error is kept.
 
-        Args:
-            cells_of_readers: Cells by the rank of the host that reads them, one per round.
-            local_rank: This rank of the host.
-            shared: Blocks of these ranks.
-            num_rounds: Number of rounds, the same on all hosts.
-            ranks: Ranks that read together.
-            checks_all: If True, this rank also checks what others have read.
+        Collective over `ranks`, with as many rounds on all hosts.
         """
         parts = [[self._grid.range_of(int(cell)) for cell in cells] for cells in cells_of_readers]
         own, published = parts[local_rank], shared.of_ranks[local_rank]

@@ -230,13 +230,7 @@ def _share_of_checksums(blocks: Sequence[_Block], ranks: CheckpointGroup) -> lis
 class _DirectBlocks:
     """Blocks to read past the page cache, whose bytes are consecutive in a file, and what they need of the files.
 
-    Args:
-        stored: Open checkpoint.
-
-    Attributes:
-        files: Files of the checkpoint; the caller closes them.
-        blocks: Blocks.
-        needs: Bytes of each block.
+    The caller closes `files`.
     """
 
     def __init__(self, stored: StoredCheckpoint) -> None:
@@ -265,14 +259,7 @@ class _DirectBlocks:
         return True
 
     def take(self, index: int, offset: int, data: np.ndarray, is_to_check: bool) -> None:
-        """Copy bytes of a block to its targets, and note their checksum.
-
-        Args:
-            index: Index of the block.
-            offset: Offset of the first byte in the file.
-            data: Bytes.
-            is_to_check: Whether the checksum is this rank's to compute.
-        """
+        """Copy bytes of a block, from an offset of the file on, to its targets, and note their checksum if asked to."""
         block, need = self.blocks[index], self.needs[index]
         region, itemsize = block.region, block.dtype.itemsize
         first = region.span[0] + (offset - need.start) // itemsize

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from booster.checkpoint_io.formats.optimizer_values import MASTER_SUFFIX, parse_values
 from booster.checkpoint_io.layout import EXCLUDES_FROZEN, MODEL, OPTIMIZER, FileKind
@@ -20,7 +22,6 @@ from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, OptimizerState, OptimizerWrapper, TensorSlice, TensorSpec
 from booster.logger import get_dist_logger
 
-from .base_model import base_of, is_of_lora, names_in_base, renamed_slices
 from .conversion import ConvertedSpecs, convert_specs
 from .fill import empty_slice, read_slices, read_slices_on_all_ranks, verify_ranges
 from .reader import StoredCheckpoint, open_checkpoint
@@ -301,19 +302,20 @@ class ModelLoad:
         names = loader.names_of_all_ranks(
             {name for tensor_slice in slices for name in (tensor_slice.name, *tied.get(tensor_slice.name, ()))}
         )
-        model, base_names = self._model.module, dict[str, str]()
+        model: Any = self._model.module
+        base_names: dict[str, str] = {}
         if hasattr(model, "peft_config"):
-            base_names = ranks.run_on_all_ranks(lambda: names_in_base(model, names, stored.specs), action)
+            base_names = ranks.run_on_all_ranks(lambda: _names_in_base(model, names, stored.specs), action)
         if base_names:
-            model = base_of(model)
-            slices = renamed_slices(slices, base_names)
+            model = model.get_base_model()
+            slices = _renamed_slices(slices, base_names)
             tied = {base_names.get(name, name): tuple(base_names.get(one, one) for one in tied[name]) for name in tied}
             names = frozenset(base_names.get(name, name) for name in names)
         excludes_frozen = stored.manifest is not None and bool(stored.manifest.metadata.get(EXCLUDES_FROZEN))
         excluded = loader.names_of_all_ranks(self.frozen) - stored.specs.keys() if excludes_frozen else frozenset()
         converted: ConvertedSpecs | None = None
         if base_names:
-            excluded = frozenset(filter(is_of_lora, names))  # they stay as they are
+            excluded = frozenset(filter(_is_of_adapter, names))  # they stay as they are
         if stored.specs.keys() != names - excluded:  # on all ranks or none
             converted = ranks.run_on_all_ranks(lambda: convert_specs(stored.specs, model, names), action)
         source_name = f"{self._path}{' (saved with exclude_frozen_parameters=True)' if excludes_frozen else ''}"
@@ -334,7 +336,7 @@ class ModelLoad:
             loader.verify(stored)
         # Masters too: the file may have more precision than the model weights.
         masters = ranks.run_on_all_ranks(self._model.master_slices, action)
-        all_slices = [*slices, *(renamed_slices(masters, base_names) if base_names else masters)]
+        all_slices = [*slices, *(_renamed_slices(masters, base_names) if base_names else masters)]
         self._source_and_slice = [
             (matched.sources[tensor_slice.name], tensor_slice)
             for tensor_slice in all_slices
@@ -352,6 +354,46 @@ class ModelLoad:
         if self._computed:
             loader.ranks.run_on_all_ranks(lambda: self._model.load_computed_state(self._computed), action)
         loader.ranks.run_on_all_ranks(self._model.notify_loaded, action)
+
+
+# Note [Names of the base]
+# peft puts the user's model into `base_model.model`, a layer with an adapter into `base_layer` of its wrapper, and a
+# layer of `modules_to_save` into `original_module` beside the copies that train. Without these parts, names are those
+# of the base's own files. A copy has the name of its original, and is filled with it: it would otherwise keep what the
+# original was before. The tensors of the adapters are in no file of a base, and stay as they are.
+_PEFT_PREFIX = "base_model.model."
+_PEFT_WRAPPERS = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
+# Adapters that start at random, whatever the base's weights are.
+_INDEPENDENT = (True, False, None, "gaussian", "orthogonal")
+
+
+def _names_in_base(model: nn.Module, names: Collection[str], stored: Collection[str]) -> dict[str, str]:
+    """Return the names that a model's tensors have in its base, or nothing unless the files are those of the base.
+
+    Raises:
+        ConfigError: The files are those of the base, and an adapter was computed from other weights of it.
+    """
+    configs: Any = getattr(model, "peft_config", None)
+    if not isinstance(configs, dict) or not all(name.startswith(_PEFT_PREFIX) for name in names):
+        return {}
+    if any(name.startswith(_PEFT_PREFIX) for name in stored):
+        return {}
+    for name, config in configs.items():
+        start = "use_dora=True" if getattr(config, "use_dora", False) else getattr(config, "init_lora_weights", None)
+        if start not in _INDEPENDENT:
+            raise ConfigError(
+                f"the adapter {name!r} ({start}) was computed from the weights of the base, which this load would"
+                " replace: load the base before the adapter is added, as by from_pretrained()"
+            )
+    return {name: _PEFT_WRAPPERS.sub("", name.removeprefix(_PEFT_PREFIX)) for name in names if not _is_of_adapter(name)}
+
+
+def _is_of_adapter(name: str) -> bool:
+    return any(part.startswith("lora_") for part in name.split("."))
+
+
+def _renamed_slices(slices: Iterable[TensorSlice], names: Mapping[str, str]) -> list[TensorSlice]:
+    return [replace(one, name=names.get(one.name, one.name)) for one in slices]
 
 
 class OptimizerLoad:

@@ -8,10 +8,9 @@ import re
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -94,12 +93,12 @@ class DirectoryReader:
                 return action(path, inside)
             except CheckpointError as error:
                 num_attempts += 1
-                if num_attempts == _NUM_ATTEMPTS or not is_transient(error):
+                if num_attempts == _NUM_ATTEMPTS or not _is_transient(error):
                     raise
             try:
                 self.paths = paths_in(self._storage, self.path)
             except OSError as error:
-                raise cannot_open(self.path, error) from error
+                raise _cannot_open(self.path, error) from error
 
 
 def open_directory(storage: Storage, path: Path) -> DirectoryReader:
@@ -111,7 +110,7 @@ def open_directory(storage: Storage, path: Path) -> DirectoryReader:
     try:
         return DirectoryReader(storage, path)
     except OSError as error:
-        raise cannot_open(path, error) from error
+        raise _cannot_open(path, error) from error
 
 
 def read_document(storage: Storage, path: Path) -> bytes:
@@ -123,17 +122,16 @@ def read_document(storage: Storage, path: Path) -> bytes:
     return open_directory(storage, path.parent).read(path.name)
 
 
-def cannot_open(path: Path, error: Exception) -> CheckpointError:
-    """Return the error for a path that cannot be opened."""
+def _cannot_open(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"cannot open {str(path)!r}: {error}. Check the path and its permissions")
 
 
-def is_transient(error: CheckpointError) -> bool:
+def _is_transient(error: CheckpointError) -> bool:
     """Return whether the cause is a missing or stale file, which may appear on retry."""
     return isinstance(error.__cause__, OSError) and error.__cause__.errno in _TRANSIENT
 
 
-class StoredCheckpoint:
+class StoredCheckpoint(AbstractContextManager["StoredCheckpoint"]):
     """Open checkpoint; a context manager that closes its files.
 
     Args:
@@ -215,7 +213,7 @@ class StoredCheckpoint:
         directory = open_directory(self.storage, self.path.parent)
         try:
             for name in self.manifest.documents:
-                read_recorded(directory, name, self.manifest)
+                _read_recorded(directory, name, self.manifest)
         except CheckpointError:
             # Another save may have replaced this one since; its tensor files are still open and consistent.
             listed = open_directory(self.storage, self.path.parent)
@@ -227,26 +225,12 @@ class StoredCheckpoint:
         for file in self.files:
             file.close()
 
-    def __enter__(self) -> StoredCheckpoint:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *reason: object) -> None:
         self.close()
 
 
-def read_recorded(directory: DirectoryReader, name: str, manifest: Manifest) -> bytes:
-    """Read and verify a document.
-
-    Args:
-        directory: Directory of the document.
-        name: File name.
-        manifest: Manifest that records it.
-
-    Raises:
-        CheckpointError: The document is not recorded, missing, or differs in size or checksum.
-    """
+def _read_recorded(directory: DirectoryReader, name: str, manifest: Manifest) -> bytes:
+    """Return a document; raise `CheckpointError` if it is not recorded, missing, or differs in size or checksum."""
     record = manifest.documents.get(name)
     path = directory.path / name
     if record is None:
@@ -259,17 +243,8 @@ def read_recorded(directory: DirectoryReader, name: str, manifest: Manifest) -> 
     return raw
 
 
-def parse_index(raw: bytes, source_name: str, file_names: FileNames) -> dict[str, list[str]]:
-    """Return the tensors of every file in an index.
-
-    Args:
-        raw: Content of the index.
-        source_name: Path of the index for messages.
-        file_names: File names of this checkpoint.
-
-    Raises:
-        CheckpointError: Not an index, or an index with names other than tensor files in the same directory.
-    """
+def _parse_index(raw: bytes, source_name: str, file_names: FileNames) -> dict[str, list[str]]:
+    """Return the tensors of every file in an index, whose names are those of files in its directory."""
     document = parse_json(raw, source_name)
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(weight_map, dict) or len(weight_map) > MAX_TENSORS:
@@ -280,17 +255,13 @@ def parse_index(raw: bytes, source_name: str, file_names: FileNames) -> dict[str
     named: dict[str, list[str]] = {}
     for name, file_name in weight_map.items():
         if not isinstance(file_name, str) or file_name not in named:
-            check_file_name(file_name, source_name, file_names)
+            _check_file_name(file_name, source_name, file_names)
         named.setdefault(file_name, []).append(name)
     return named
 
 
-def check_file_name(file_name: Any, source_name: str, file_names: FileNames) -> None:
-    """Check that an untrusted name is that of a tensor file in the same directory.
-
-    Raises:
-        CheckpointError: The name is a path, hidden, not printable, or has another suffix.
-    """
+def _check_file_name(file_name: Any, source_name: str, file_names: FileNames) -> None:
+    """Check that an untrusted name is that of a tensor file in the same directory: no path, and not hidden."""
     is_of_format = isinstance(file_name, str) and file_name.endswith(f".{file_names.suffix}")
     if not is_of_format or not is_safe_name(file_name):
         raise CheckpointError(
@@ -299,21 +270,16 @@ def check_file_name(file_name: Any, source_name: str, file_names: FileNames) -> 
         )
 
 
-def check_index_entries(names: Iterable[str], specs: Mapping[str, TensorSpec], path: object, index: str) -> None:
-    """Check that a file holds the tensors that the index assigns to it.
-
-    Raises:
-        CheckpointError: Tensors are missing; the message lists them.
-    """
+def _check_index_entries(names: Iterable[str], specs: Mapping[str, TensorSpec], path: object, index: str) -> None:
     missing = [name for name in names if name not in specs]
     if missing:
         raise CheckpointError(
-            f"{path} lacks {len(missing)} tensors that {index} assigns to it, such as {format_names(missing)}: the"
+            f"{path} lacks {len(missing)} tensors that {index} assigns to it, such as {_format_names(missing)}: the"
             " files are from different saves, or one is damaged"
         )
 
 
-def format_names(names: Iterable[str]) -> str:
+def _format_names(names: Iterable[str]) -> str:
     """Format the first ten names for a message, and the number of further ones."""
     return format_list((repr(name[:200]) for name in names), _MAX_LISTED) or "nothing"
 
@@ -361,7 +327,7 @@ def open_checkpoint(
         except CheckpointError as error:
             num_attempts += 1
             is_late = time.monotonic() >= deadline
-            if not is_transient(error) or (is_late and num_attempts >= _MIN_ATTEMPTS):
+            if not _is_transient(error) or (is_late and num_attempts >= _MIN_ATTEMPTS):
                 raise
         if not is_late:
             time.sleep(min(_FIRST_PAUSE_SECONDS * 2**num_attempts, _LONGEST_PAUSE_SECONDS))
@@ -387,7 +353,7 @@ class _CheckpointOpener:
                     f"{path} does not exist: give a file or a directory that holds the {self._kind.name}"
                 ) from error
         except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-            raise cannot_open(path, error) from error
+            raise _cannot_open(path, error) from error
         if directory is not None:
             return self._open_directory(directory, _find_file_names(directory, self._kind))
         if path.suffix == ".json":
@@ -454,7 +420,7 @@ class _CheckpointOpener:
         if manifest.kind != self._kind.name:
             raise CheckpointError(f"{path} is the manifest of a {manifest.kind[:200]!r}, not of a {self._kind.name}")
         for name in manifest.files:
-            check_file_name(name, str(path), file_names)
+            _check_file_name(name, str(path), file_names)
         if only is not None and only not in manifest.files:
             raise CheckpointError(f"{path} does not name {only}, which is a leftover of another save: remove it")
         with ExitStack() as stack:
@@ -469,7 +435,7 @@ class _CheckpointOpener:
                         raise CheckpointError(f"{files[-1].path} and its manifest do not match: {error}") from error
             if only is None:
                 _check_index(directory, file_names, manifest, files)
-            groups = read_recorded(directory, file_names.groups, manifest) if self._kind == OPTIMIZER else None
+            groups = _read_recorded(directory, file_names.groups, manifest) if self._kind == OPTIMIZER else None
             checkpoint = StoredCheckpoint(self._storage, path, files, groups, manifest, raw)
             stack.pop_all()
         return checkpoint
@@ -481,7 +447,7 @@ class _CheckpointOpener:
         path = directory.path / file_names.index
         with ExitStack() as stack:
             files = []
-            named = parse_index(directory.read(file_names.index), str(path), file_names)
+            named = _parse_index(directory.read(file_names.index), str(path), file_names)
             if not named:  # an optimizer without states: there is one shard, without tensors
                 usual, second = file_names.shard(1, 1), file_names.second_shard(file_names.shard(1, 1))
                 named = {second if second in directory.names and usual not in directory.names else usual: []}
@@ -489,7 +455,7 @@ class _CheckpointOpener:
                 files.append(directory.open(file_name))
                 stack.callback(files[-1].close)
                 self._check_manifest_present(files[-1])
-                check_index_entries(tensor_names, files[-1].specs, files[-1].path, file_names.index)
+                _check_index_entries(tensor_names, files[-1].specs, files[-1].path, file_names.index)
             checkpoint = StoredCheckpoint(self._storage, path, files, groups)
             stack.pop_all()
         return checkpoint
@@ -541,7 +507,7 @@ def _find_file_names(directory: DirectoryReader, kind: FileKind) -> FileNames:
             file_names.index if file_names.index in names else file_names.single for file_names in candidates
         )
         raise CheckpointError(
-            f"{directory.path} holds several {kind.name} checkpoints: {format_names(given)}. Give the one to load"
+            f"{directory.path} holds several {kind.name} checkpoints: {_format_names(given)}. Give the one to load"
         )
     plain = kind.names(is_safetensors=True)
     other_files = [name for name in names if name.endswith((*SINGLE_FILE_SUFFIXES, ".json"))]
@@ -553,7 +519,7 @@ def _find_file_names(directory: DirectoryReader, kind: FileKind) -> FileNames:
         advice = "It is an adapter of peft: booster.enable_lora(model, pretrained_dir=...) loads it, before boost()"
     raise CheckpointError(
         f"{directory.path} holds no {kind.name} checkpoint: found neither {plain.index} nor {plain.single} nor .bin"
-        f" files, {f'only {format_names(other_files)}' if other_files else 'nor any other checkpoint file'}. {advice}"
+        f" files, {f'only {_format_names(other_files)}' if other_files else 'nor any other checkpoint file'}. {advice}"
     ) from FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(directory.path))
 
 
@@ -563,14 +529,14 @@ def _check_index(
     if file_names.index not in manifest.documents and file_names.index not in directory.names:
         return
     path = directory.path / file_names.index
-    named = parse_index(read_recorded(directory, file_names.index, manifest), str(path), file_names)
+    named = _parse_index(_read_recorded(directory, file_names.index, manifest), str(path), file_names)
     for file in files:
         tensor_names = named.pop(file.path.name, [])
-        check_index_entries(tensor_names, file.specs, file.path, file_names.index)
+        _check_index_entries(tensor_names, file.specs, file.path, file_names.index)
         if len(tensor_names) != len(file.specs):
             raise CheckpointError(f"{path} lacks tensors of {file.path}: the files are from different saves")
     if named:
-        raise CheckpointError(f"{path} names files that {file_names.manifest} does not: {format_names(named)}")
+        raise CheckpointError(f"{path} names files that {file_names.manifest} does not: {_format_names(named)}")
 
 
 def _changed_error(directory: Path) -> CheckpointError:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from booster.comm import fake
-from booster.errors import CheckpointError
+from booster.errors import CheckpointError, format_ranks
 from booster.interface import TensorSpec
 
 from .coverage import CoverageLimitError, CoverageViolation, check_coverage, contains
@@ -147,14 +147,7 @@ def _merge(
 def _find_replicas(
     shards: PlanTable, written: PlanTable, table_of_rank: np.ndarray, ranks_of: list[np.ndarray]
 ) -> tuple[PlanTable, Replicas]:
-    """Return the shards with their set of replicas, and the replicas.
-
-    Args:
-        shards: The primary row of each shard.
-        written: All rows of these shards, by shard and table.
-        table_of_rank: Slice table of each rank.
-        ranks_of: Ranks of each slice table.
-    """
+    """Return the shards with their set of replicas, and the replicas; `written` has all rows, by shard and table."""
     # If the primary's copy is not marked shared, it has no replicas.
     is_replica = written.is_primary | (written.is_shared & shards.is_shared[written.shard])
     is_replica[is_replica] = changes(written.shard[is_replica], written.table[is_replica])
@@ -236,7 +229,4 @@ def _format_spec(spec: TensorSpec) -> str:
 
 def _format_ranks(rows: PlanTable, ranks_of: list[np.ndarray]) -> str:
     ranks = sorted({int(rank) for table in rows.table.tolist() for rank in ranks_of[table]})
-    if not ranks:
-        return "no rank"
-    text = ", ".join(str(rank) for rank in ranks[:8]) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
+    return format_ranks(ranks, limit=8) if ranks else "no rank"

@@ -68,17 +68,10 @@ def place_in_files(deduped: DedupedShards, files: Sequence[PlannedFile]) -> Plan
 # assigned to one host. Shards that no rank of the host holds are relayed: the owner sends them to a writer rank there.
 
 
-def assign_hosts(
+def _assign_hosts(
     shards: PlanTable, replica_sets: Sequence[np.ndarray], num_files: int, host_of_rank: np.ndarray
 ) -> np.ndarray:
-    """Assign each file to the host that holds most of its bytes, among hosts below their fair share of bytes.
-
-    Args:
-        shards: Shards in file order.
-        replica_sets: Ranks that hold replicas of a shard.
-        num_files: Number of files.
-        host_of_rank: Host index of each rank.
-    """
+    """Assign each file to the host that holds most of its bytes, among hosts below their fair share of bytes."""
     num_ranks = np.bincount(host_of_rank)
     sizes = np.bincount(shards.file, weights=shards.num_bytes, minlength=num_files)
     # Bytes per file and host that at least one rank of the host holds.
@@ -99,17 +92,10 @@ def assign_hosts(
     return chosen
 
 
-def usable_replicas(
+def _usable_replicas(
     host_of_shard: np.ndarray, replicas: np.ndarray, replica_sets: Sequence[np.ndarray], host_of_rank: np.ndarray
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Restrict replicas to the host of the shard's file, if it has any; return an index per shard and the sets.
-
-    Args:
-        host_of_shard: Host of each shard's file.
-        replicas: Index into `replica_sets` for each shard.
-        replica_sets: Ranks that hold replicas of a shard.
-        host_of_rank: Host index of each rank.
-    """
+    """Restrict replicas to the host of the shard's file, if it has any; return an index per shard and the sets."""
     num_hosts = int(host_of_rank.max()) + 1
     pairs, pair_of = np.unique(replicas * num_hosts + host_of_shard, return_inverse=True)
     numbers: dict[bytes, int] = {}
@@ -126,14 +112,8 @@ def usable_replicas(
     return number_of_pair[pair_of], sets
 
 
-def assign_writers(owner: np.ndarray, host: np.ndarray, host_of_rank: np.ndarray) -> np.ndarray:
-    """Return the rank that writes each range: its owner, or a substitute on the file's host.
-
-    Args:
-        owner: Rank that holds each range in memory.
-        host: Host of each range's file.
-        host_of_rank: Host index of each rank.
-    """
+def _assign_writers(owner: np.ndarray, host: np.ndarray, host_of_rank: np.ndarray) -> np.ndarray:
+    """Return the rank that writes each range: its owner, or a substitute on the file's host."""
     order = np.argsort(host_of_rank, kind="stable")
     num_ranks = np.bincount(host_of_rank)
     first = np.cumsum(num_ranks) - num_ranks
@@ -154,22 +134,13 @@ _MIN_REGION_BYTES = 2**20  # below this, a second writer costs more than it save
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SplitPoints:
-    """Split points of regions. Regions are concatenated, so that offsets ascend over all of them.
+    """Split points of regions. Regions are concatenated, so that offsets ascend over all of them."""
 
-    Attributes:
-        shard: Shards of the regions, by region and offset.
-        offset: Offset of each of `shard`.
-        region: Region of each of `shard`, from 0.
-        replicas: Index of the set of replicas, per region.
-        split: Split points; one less per region than it has replicas.
-        region_of_split: Region of each of `split`.
-    """
-
-    shard: np.ndarray
-    offset: np.ndarray
-    region: np.ndarray
-    replicas: np.ndarray
-    split: np.ndarray
+    shard: np.ndarray  # by region and offset
+    offset: np.ndarray  # of each of `shard`
+    region: np.ndarray  # of each of `shard`, from 0
+    replicas: np.ndarray  # index of the set of replicas, per region
+    split: np.ndarray  # one less per region than it has replicas
     region_of_split: np.ndarray
 
 
@@ -224,15 +195,15 @@ def _share_ranges(
     shards: PlanTable, replica_sets: Sequence[np.ndarray], num_files: int, host_of_rank: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return shard, first byte and last byte within the shard, owner and writer of each range."""
-    host_of_file = assign_hosts(shards, replica_sets, num_files, host_of_rank)
+    host_of_file = _assign_hosts(shards, replica_sets, num_files, host_of_rank)
     host = host_of_file[shards.file]
-    replicas, usable = usable_replicas(host, shards.replicas, replica_sets, host_of_rank)
+    replicas, usable = _usable_replicas(host, shards.replicas, replica_sets, host_of_rank)
     shards = replace(shards, replicas=replicas)
     sets = _ReplicaSets(usable, len(host_of_rank))
     splits = _split_regions(shards, sets)
     shard, begin, end = _split_ranges(shards, splits)
     owner = _owners(shards, sets, splits, shard, begin)
-    return shard, begin, end, owner, assign_writers(owner, host[shard], host_of_rank)
+    return shard, begin, end, owner, _assign_writers(owner, host[shard], host_of_rank)
 
 
 def _split_regions(shards: PlanTable, sets: _ReplicaSets) -> _SplitPoints:

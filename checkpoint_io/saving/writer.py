@@ -46,20 +46,13 @@ _UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 @dataclass(slots=True, eq=False)
-class OutputFile:
-    """File that already exists in full size.
-
-    Args:
-        storage: Storage of the file.
-        path: Path.
-        num_jobs: Number of jobs that write into it.
-        is_direct: Whether to try O_DIRECT.
-    """
+class _OutputFile:
+    """File that already exists in full size."""
 
     _storage: Storage
     _path: Path
-    _num_jobs: int
-    _is_direct: bool
+    _num_jobs: int  # that are still to write into it
+    _is_direct: bool  # whether to try O_DIRECT
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _cached: OpenFile | None = field(default=None, init=False)
     _direct: OpenFile | None = field(default=None, init=False)
@@ -112,16 +105,11 @@ class OutputFile:
 
 
 @dataclass(slots=True, eq=False)
-class BufferedFileWriter:
-    """Staging buffer over a file: collects bytes in file order and writes them when it is full.
+class _BufferedFileWriter:
+    """Staging buffer over a file: collects bytes in file order and writes them when it is full."""
 
-    Args:
-        file: Output file.
-        buffer: Staging buffer; its first byte maps to a page boundary of the file.
-    """
-
-    _file: OutputFile
-    _buffer: torch.Tensor
+    _file: _OutputFile
+    _buffer: torch.Tensor  # its first byte maps to a page boundary of the file
     # Buffered range, as file offsets.
     _start: int = field(default=0, init=False)
     _stop: int = field(default=0, init=False)
@@ -304,15 +292,15 @@ def write_ranges(storage: Storage, parts: Sequence[PartWrites], *, num_threads: 
     jobs_of: dict[Path, list[_WriteJob]] = {}
     for job in jobs:
         jobs_of.setdefault(job.path, []).append(job)
-    outputs: dict[Path, OutputFile] = {}
+    outputs: dict[Path, _OutputFile] = {}
     for path, file_jobs in jobs_of.items():
         is_direct = sum(job.num_bytes for job in file_jobs) >= _MIN_DIRECT_BYTES
-        outputs[path] = OutputFile(storage, path, len(file_jobs), is_direct)
+        outputs[path] = _OutputFile(storage, path, len(file_jobs), is_direct)
 
     def work(job: _WriteJob) -> None:
         output = outputs[job.path]
         with output.job(), STAGING.borrow(is_pinned=is_pinned) as buffer:
-            buffer_writer = BufferedFileWriter(output, buffer)
+            buffer_writer = _BufferedFileWriter(output, buffer)
             for write in job.writes:
                 job.checksums[write.index] = _write_range(output, buffer_writer, job.image, write)
             buffer_writer.flush()
@@ -378,7 +366,7 @@ def _jobs(part: PartWrites, checksums: list[int]) -> Iterator[_WriteJob]:
         yield job
 
 
-def _write_range(output: OutputFile, buffer_writer: BufferedFileWriter, image: FileImage, write: _RangeWrite) -> int:
+def _write_range(output: _OutputFile, buffer_writer: _BufferedFileWriter, image: FileImage, write: _RangeWrite) -> int:
     write_range, source = write.write_range, write.source
     itemsize = source.dtype.itemsize
     length = run_length(source.global_shape, write_range.box)
@@ -395,7 +383,7 @@ def _write_range(output: OutputFile, buffer_writer: BufferedFileWriter, image: F
 
 
 def _write_run(
-    buffer_writer: BufferedFileWriter, offset: int, source: TensorSlice, span: tuple[int, int], checksum: int
+    buffer_writer: _BufferedFileWriter, offset: int, source: TensorSlice, span: tuple[int, int], checksum: int
 ) -> int:
     """Write elements that are contiguous in the file through the buffer and return the updated checksum."""
     itemsize = source.dtype.itemsize
@@ -409,7 +397,7 @@ def _write_run(
     return checksum
 
 
-def _write_short_runs(output: OutputFile, buffer_writer: BufferedFileWriter, base: int, write: _RangeWrite) -> int:
+def _write_short_runs(output: _OutputFile, buffer_writer: _BufferedFileWriter, base: int, write: _RangeWrite) -> int:
     """Write a range that is scattered in the file, run by run, and return its checksum."""
     write_range, source = write.write_range, write.source
     itemsize = source.dtype.itemsize

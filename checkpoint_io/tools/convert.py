@@ -76,13 +76,10 @@ def _replace(config: dict[str, Any], dtype: str) -> bool:
     return has_changed
 
 
-def mmap_tensors(stored: StoredCheckpoint) -> dict[str, torch.Tensor]:
+def _mmap_tensors(stored: StoredCheckpoint) -> dict[str, torch.Tensor]:
     """Map every tensor of a checkpoint, by name; pages are read on access and can be evicted.
 
     The tensors stay valid after the checkpoint is closed. Writes change the process's memory, never the file.
-
-    Args:
-        stored: Open checkpoint.
     """
     mappings: dict[int, mmap.mmap] = {}
     tensors: dict[str, torch.Tensor] = {}
@@ -148,7 +145,7 @@ def convert(storage: Storage, source: CheckpointContents, target: Path, conversi
         raise ConfigError(
             f"{target} has the suffix of a file, but convert writes a directory: use consolidate for one file"
         )
-    check_target(storage, source, target, overwrites=conversion.overwrites)
+    _check_target(storage, source, target, overwrites=conversion.overwrites)
     parts = [part for part in source.parts if conversion.keeps_optimizer or part.kind == MODEL]
     if not parts:
         raise ConfigError(f"{source.path} holds nothing but an optimizer: leave --no-optimizer out")
@@ -188,11 +185,11 @@ def consolidate(
     """
     check_suffix(target, is_safetensors=target.suffix in SAFETENSORS_SUFFIXES)
     file = save_target(target, part.kind, shard=False)
-    check_target(storage, source, target, overwrites=overwrites)
+    _check_target(storage, source, target, overwrites=overwrites)
     with part.open(storage, verifies=True) as stored:
         checkpoint_part = CheckpointPart(
             target=file,
-            slices=[TensorSlice.full(*named, primary=True) for named in mmap_tensors(stored).items()],
+            slices=[TensorSlice.full(*named, primary=True) for named in _mmap_tensors(stored).items()],
             values=None if stored.groups is None else stored.groups.decode("utf-8", "surrogatepass"),
         )
     request = SaveRequest(parts=[checkpoint_part], action="consolidating")
@@ -231,7 +228,7 @@ def _parts(
             documents[shards.names.groups] = stored.groups
         yield CheckpointPart(
             target=shards,
-            slices=_convert_dtypes(part, mmap_tensors(stored), conversion.dtype, notes),
+            slices=_convert_dtypes(part, _mmap_tensors(stored), conversion.dtype, notes),
             always_index=part.kind == OPTIMIZER,
             folder=part.folder,
             documents=documents,
@@ -337,18 +334,8 @@ def _is_stale(storage: Storage, target: Path, folders: Iterable[str]) -> Callabl
     return is_stale
 
 
-def check_target(storage: Storage, source: CheckpointContents, target: Path, *, overwrites: bool) -> None:
-    """Check that the target may be written.
-
-    Args:
-        storage: Storage of both.
-        source: Checkpoint to convert; it must not be changed.
-        target: New file or directory.
-        overwrites: If True, an existing target is allowed.
-
-    Raises:
-        ConfigError: Source and target are nested, or the target exists.
-    """
+def _check_target(storage: Storage, source: CheckpointContents, target: Path, *, overwrites: bool) -> None:
+    """Raise `ConfigError` if source and target are nested, or the target exists and may not be overwritten."""
     real_target, real_source = Path(os.path.realpath(target)), Path(os.path.realpath(source.path))
     if (
         real_target == real_source
@@ -398,12 +385,12 @@ def export_optimizer(
     """
     part = source.only_part(OPTIMIZER)
     check_suffix(target, is_safetensors=False)
-    check_target(storage, source, target, overwrites=overwrites)
+    _check_target(storage, source, target, overwrites=overwrites)
     with part.open(storage, verifies=True) as stored:
         if stored.groups is None:
             raise CheckpointError(f"{stored.path} holds no param groups: it is not an optimizer of save_optimizer")
         values = parse_values(stored.groups, stored.specs, str(stored.path))
-        exported = torch_state_dict(values, mmap_tensors(stored), with_master_weights=with_master_weights)
+        exported = _torch_state_dict(values, _mmap_tensors(stored), with_master_weights=with_master_weights)
         _check_plain(exported)
         with replaced_file(storage, target) as new_path, storage.create(new_path) as file:
             _save(exported, _SequentialFile(storage, file))
@@ -411,19 +398,10 @@ def export_optimizer(
     return list(exported[PARAMETER_NAMES])
 
 
-def torch_state_dict(
+def _torch_state_dict(
     values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, with_master_weights: bool = False
 ) -> dict[str, Any]:
-    """Convert a stored optimizer to a state_dict for `load_state_dict` of a plain torch optimizer.
-
-    Args:
-        values: Stored plain values, as returned by `parse_values`.
-        tensors: Stored tensors by full name, `<parameter>.<state>`.
-        with_master_weights: If True, add the fp32 master weights, by number.
-
-    Raises:
-        CheckpointError: A tensor belongs to no parameter, or master weights are requested but not stored.
-    """
+    """Convert a stored optimizer, with tensors by `<parameter>.<state>`, to a state_dict of a torch optimizer."""
     names = [name for group in values["param_groups"] for name in group["params"]]
     number_of = {name: number for number, name in enumerate(names)}
     state: dict[int, dict[str, Any]] = {}

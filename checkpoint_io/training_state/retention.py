@@ -74,7 +74,7 @@ class StepDirectories:
         Raises:
             CheckpointError: A manifest is damaged, so its position in the order is unknown.
         """
-        return self._committed([self._root / name for name in self._names() if _STEP.fullmatch(name)])
+        return self._committed(self._folders())
 
     def latest(self) -> CommittedStep | None:
         """Return the last saved training state, a step or the directory itself, or None if there is none.
@@ -93,8 +93,8 @@ class StepDirectories:
 
     def next_sequence(self) -> int:
         """Return the sequence number for the next save; damaged steps are ignored."""
-        folders = [self._root, *(self._root / name for name in self._names() if _STEP.fullmatch(name))]
-        return 1 + max((step.sequence for step in self._committed(folders, skip_damaged=True)), default=0)
+        steps = self._committed([self._root, *self._folders()], skip_damaged=True)
+        return 1 + max((step.sequence for step in steps), default=0)
 
     def update_latest(self, name: str) -> None:
         """Update `latest` atomically to name a step."""
@@ -106,12 +106,14 @@ class StepDirectories:
 
     def remove_old(self, keep_last: int) -> None:
         """Remove committed steps, oldest first, until `keep_last` are left; other directory entries are kept."""
-        folders = [self._root / name for name in self._names() if _STEP.fullmatch(name)]
-        for step in self._committed(folders, skip_damaged=True)[:-keep_last]:
+        for step in self._committed(self._folders(), skip_damaged=True)[:-keep_last]:
             remove_checkpoint(self._storage, step.path)
 
     def _names(self) -> list[str]:
         return self._storage.names(self._root) if self._storage.kind(self._root) in ("directory", "link") else []
+
+    def _folders(self) -> list[Path]:
+        return [self._root / name for name in self._names() if self.is_step(name)]
 
     def _committed(self, folders: list[Path], *, skip_damaged: bool = False) -> list[CommittedStep]:
         found = []

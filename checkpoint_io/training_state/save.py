@@ -10,8 +10,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from booster.checkpoint_io.formats import json_values
 from booster.checkpoint_io.layout import (
     EXCLUDES_FROZEN,
@@ -20,7 +18,6 @@ from booster.checkpoint_io.layout import (
     OPTIMIZER,
     RANDOM_STATE,
     FileKind,
-    SaveTarget,
     as_path,
     save_target,
 )
@@ -45,13 +42,6 @@ from .accumulated_gradients import gradients_part
 from .document import PerRank, TrainingDocument, scheduler_document
 from .retention import TRAINING_STATE, TRAINING_STATE_MANIFEST, StepDirectories, read_training_manifest
 
-
-def random_state_part(tensors: Mapping[str, torch.Tensor], rank: int, target: SaveTarget) -> CheckpointPart:
-    """Build the checkpoint part of this rank's random state, named `rank<r>.<name>`; each rank writes its own."""
-    slices = [TensorSlice.full(f"rank{rank}.{name}", tensor, primary=True) for name, tensor in tensors.items()]
-    return CheckpointPart(target=target.with_kind(RANDOM_STATE), slices=slices)
-
-
 # Note [Training checkpoint files]
 # Files of a directory: those of the first model and optimizer; each further model or optimizer in a subdirectory of its
 # name; `random_state.safetensors` and, during an accumulation, `gradients.safetensors`, with every rank's own tensors
@@ -65,19 +55,12 @@ _MAX_NAMES = 5  # per message
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GatheredState:
-    """State gathered from all ranks before a save is planned; equal on all ranks but for the gradients themselves.
-
-    Attributes:
-        per_rank: Plain values of each rank.
-        optimizer_values: Plain values of each optimizer as JSON.
-        accumulated: Accumulated gradients of the optimizers for which any rank has some.
-        reduced: Names of those optimizers of which some gradients are already reduced over ranks.
-    """
+    """State gathered from all ranks before a save is planned; equal on all ranks but for the gradients themselves."""
 
     per_rank: PerRank
-    optimizer_values: dict[str, str]
-    accumulated: dict[str, AccumulatedGradients]
-    reduced: list[str]
+    optimizer_values: dict[str, str]  # as JSON, by optimizer
+    accumulated: dict[str, AccumulatedGradients]  # of the optimizers for which any rank has some
+    reduced: list[str]  # those of which some gradients are already reduced over ranks
 
 
 class TrainingStateSaver:
@@ -227,7 +210,9 @@ class TrainingStateSaver:
             yield optimizer_part(optimizer, to_optimizer, gathered.optimizer_values[name], name)
         for name, pending in gathered.accumulated.items():
             yield gradients_part(pending, to_model, name)
-        yield random_state_part(random_state, self._ranks.rank, to_model)
+        rank = self._ranks.rank  # each writes its own random state
+        states = [TensorSlice.full(f"rank{rank}.{name}", one, primary=True) for name, one in random_state.items()]
+        yield CheckpointPart(target=to_model.with_kind(RANDOM_STATE), slices=states)
 
     def _facts(
         self, metadata: Mapping[str, Any], options: SaveOptions, root: Path, folders: StepDirectories

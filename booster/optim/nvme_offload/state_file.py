@@ -121,14 +121,10 @@ _mmap.argtypes = (
 )
 
 
-class BlockMapping:
+class _BlockMapping:
     """Address range mapped to the start of a file, whose pages can be remapped.
 
-    It is unmapped when the object and all its tensors are freed.
-
-    Args:
-        descriptor: File descriptor, open for reading and writing.
-        num_bytes: Size, a multiple of the page size.
+    It is unmapped when the object and all its tensors are freed. All sizes are multiples of the page size.
     """
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
@@ -140,14 +136,7 @@ class BlockMapping:
         return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=start)
 
     def remap(self, start: int, num_bytes: int, descriptor: int | None = None, offset: int = 0) -> None:
-        """Map the bytes from `start` to a file, or to zeroed anonymous memory.
-
-        Args:
-            start: Start of the range, a multiple of the page size as the other numbers are.
-            num_bytes: Size of the range.
-            descriptor: File descriptor; optional, defaults to anonymous memory.
-            offset: Start of the range in the file.
-        """
+        """Map the bytes from `start` to an offset of a file, or without one to zeroed anonymous memory."""
         address = self._address + start
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if descriptor is None else mmap.MAP_SHARED
         descriptor = -1 if descriptor is None else descriptor
@@ -192,7 +181,7 @@ class StateFile:
         self._num_bytes = 4 * self.layout.num_bytes
         self._descriptor = _create(path, self._num_bytes)
         weakref.finalize(self, os.close, self._descriptor)
-        self._mapping = BlockMapping(self._descriptor, 2 * self.layout.num_bytes)
+        self._mapping = _BlockMapping(self._descriptor, 2 * self.layout.num_bytes)
         self._locations = [_ChunkLocation.FIRST_COPY] * len(self.layout.chunks)
         self._used: set[int] = set()  # parameters whose states may not be zero
         self.moments: list[tuple[Tensor, Tensor]] = []
