@@ -105,23 +105,7 @@ def prepare_dataloader(
 
 def check_can_shard(loader: DataLoader[Any], dp_rank: int, dp_size: int) -> None:
     """Raise `ConfigError` unless a torch loader is sharded for this rank, or can be and has a batch."""
-    sharded_for = _sharded_for(loader)
-    if sharded_for is not None:
-        if sharded_for != (dp_rank, dp_size):
-            raise ConfigError(
-                f"a dataloader sharded for rank {sharded_for[0]} of {sharded_for[1]}, boosted on rank {dp_rank} of "
-                f"{dp_size}: samples would be read twice or never. Create it with num_replicas={dp_size}, "
-                f"rank={dp_rank}, or with plugin.prepare_dataloader"
-            )
-        return
-    obstacle = _why_not_shardable(loader)
-    if obstacle is None:
-        _sampler_for(loader, dp_rank, dp_size, _seed_of(loader))  # checks its numbers
-    elif dp_size > 1:
-        raise ConfigError(
-            f"a dataloader with {obstacle} cannot be sharded over {dp_size} ranks, and each would read the same data:"
-            " use plugin.prepare_dataloader(dataset, batch_size, ...) or a torch.utils.data.DistributedSampler"
-        )
+    _sampler_for(loader, dp_rank, dp_size, None)
 
 
 def loader_fingerprint(loader: DataLoader[Any]) -> list[str]:
@@ -199,18 +183,35 @@ def shard_dataloader(loader: DataLoader[Any], dp_rank: int, dp_size: int, seed: 
     Raises:
         ConfigError: The loader is sharded for other ranks, or cannot be sharded.
     """
-    check_can_shard(loader, dp_rank, dp_size)
-    # With an obstacle dp_size is 1: the rank reads all samples in the order of the user's sampler.
-    if _sharded_for(loader) is not None or _why_not_shardable(loader) is not None:
+    sampler = _sampler_for(loader, dp_rank, dp_size, seed)
+    if sampler is None:
         return loader
-    sampler = _sampler_for(loader, dp_rank, dp_size, _seed_of(loader) if seed is None else check_seed(seed))
     log_uneven_end(sampler)
     return distributed_loader(loader, sampler)
 
 
-def _sampler_for(loader: DataLoader[Any], dp_rank: int, dp_size: int, seed: int) -> EpochSampler:
-    """Return the order of this rank's samples of a loader without an obstacle."""
+def _sampler_for(loader: DataLoader[Any], dp_rank: int, dp_size: int, seed: int | None) -> EpochSampler | None:
+    """Return the order of this rank's samples, or None for a loader that stays as it is."""
+    sharded_for = _sharded_for(loader)
+    if sharded_for is not None:
+        if sharded_for != (dp_rank, dp_size):
+            raise ConfigError(
+                f"a dataloader sharded for rank {sharded_for[0]} of {sharded_for[1]}, boosted on rank {dp_rank} of "
+                f"{dp_size}: samples would be read twice or never. Create it with num_replicas={dp_size}, "
+                f"rank={dp_rank}, or with plugin.prepare_dataloader"
+            )
+        return None
+    obstacle = _why_not_shardable(loader)
+    if obstacle is not None:
+        if dp_size > 1:
+            raise ConfigError(
+                f"a dataloader with {obstacle} cannot be sharded over {dp_size} ranks, and each would read the same"
+                " data: use plugin.prepare_dataloader(dataset, batch_size, ...) or a"
+                " torch.utils.data.DistributedSampler"
+            )
+        return None  # the rank reads all samples, in the order of the user's sampler
     dataset = loader.dataset
+    seed = _seed_of(loader) if seed is None else check_seed(seed)
     if isinstance(dataset, IterableDataset):
         return StreamShard(dataset, loader.batch_size, dp_rank, dp_size, seed, bool(loader.drop_last))
     batch_sampler: Any = loader.batch_sampler

@@ -37,6 +37,7 @@ from .worker_seeding import SampleBatch, derive_seed, seed_worker
 # made equal is detected: ranks compare digests of their orders at the start of each epoch, and a saved position holds
 # that of its epoch.
 
+_RNGS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _KNOWN = (BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
@@ -57,7 +58,8 @@ class SamplerOrder:
         self.seed = seed
         self._nested = list(_nested_samplers(sampler))
         self._initial = [dict(vars(one)) for one in self._nested]
-        self._rngs = [(rng, _rng_identity(rng)) for one in self._nested for rng in vars(one).values() if _is_rng(rng)]
+        held = (value for one in self._nested for value in vars(one).values())
+        self._rngs = [(value, _rng_identity(value)) for value in held if isinstance(value, _RNGS)]
         self._counts_epochs = not all(type(one) in _KNOWN or hasattr(one, "set_epoch") for one in self._nested)
         self._num_drawn = 0
         try:
@@ -107,10 +109,6 @@ def _nested_samplers(sampler: Any) -> Iterator[Any]:
     for held in vars(sampler).values():
         if isinstance(held, Sampler):
             yield from _nested_samplers(held)
-
-
-def _is_rng(value: Any) -> bool:
-    return isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState))
 
 
 def _rng_identity(rng: Any) -> str:

@@ -128,17 +128,8 @@ def check_learning_rate(lr: Any, index: int) -> None:
         )
 
 
-def check_floor(name: str, floor: float, base_lr: float | Tensor, index: int) -> None:
-    """Raise `ConfigError` if a group's learning rate is below the final one, to which it would increase."""
-    if float(base_lr) < floor * (1 - 1e-6):  # fp32 tensors round the same number
-        raise ConfigError(
-            f"{name}={floor:g} is more than the learning rate {float(base_lr):g} of param group {index}, which would"
-            f" increase to it: give a smaller {name}, such as {name}=0.0"
-        )
-
-
-def check_last_epoch(last_epoch: Any, total_steps: int, groups: Sequence[dict[str, Any]], keys: Iterable[str]) -> int:
-    """Return the last step's index, -1 before the first; raise `ConfigError` if out of range, or groups lack `keys`."""
+def check_last_epoch(last_epoch: Any, total_steps: int, groups: Sequence[dict[str, Any]], keys: Iterable[str]) -> None:
+    """Raise `ConfigError` unless this is a step's index, or -1 before the first, or if groups lack `keys`."""
     if not is_int(last_epoch) or not -1 <= int(last_epoch) < total_steps:
         raise ConfigError(
             f"last_epoch={last_epoch!r} is not a step of total_steps={total_steps}: give -1 to start, or the number of"
@@ -151,7 +142,6 @@ def check_last_epoch(last_epoch: Any, total_steps: int, groups: Sequence[dict[st
                 f"last_epoch={last_epoch} resumes a schedule, but param group {index} has no {missing[0]!r}: load the"
                 " saved optimizer first, or omit last_epoch and load the scheduler's state"
             )
-    return int(last_epoch)
 
 
 class Schedule(LRScheduler):
@@ -191,14 +181,16 @@ class Schedule(LRScheduler):
     def _check_learning_rate(self, group: dict[str, Any], index: int) -> None:
         base_lr = group.get("initial_lr", group["lr"])
         check_learning_rate(base_lr, index)
-        if self._FINAL_LR is not None:
-            check_floor(self._FINAL_LR, getattr(self, self._FINAL_LR), base_lr, index)
+        name = self._FINAL_LR
+        if name is not None and float(base_lr) < getattr(self, name) * (1 - 1e-6):  # fp32 tensors round the same number
+            raise ConfigError(
+                f"{name}={getattr(self, name):g} is more than the learning rate {float(base_lr):g} of param group"
+                f" {index}, which would increase to it: give a smaller {name}, such as {name}=0.0"
+            )
 
     def _group_keys(self, optimizer: Optimizer) -> tuple[str, ...]:
         """Return the keys of the optimizer's groups that the schedule writes."""
         return ("lr", "initial_lr")
-
-    # Steps.
 
     def step(self, epoch: int | None = None) -> None:
         """Set the learning rates of the next step; call it after the optimizer's `step()`.
@@ -244,8 +236,6 @@ class Schedule(LRScheduler):
         group["initial_lr"] = copy_hyperparameter(base_lr)
         self.base_lrs.append(copy_hyperparameter(base_lr))
         _set_hyperparameter(group, "lr", self._get_closed_form_lr()[index])
-
-    # State.
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state of the scheduler, and the current values that it wrote into the optimizer's groups."""

@@ -52,7 +52,11 @@ class ExpertLoad:
     def __init__(self, model: ModelWrapper) -> None:
         self._model = model
         self._modules = dict(model.unwrap().named_modules())
-        self._dispatched = dict(_dispatched_experts(self._modules))
+        observed_of = ((module, module.__dict__.get(DISPATCH_OBSERVERS)) for module in self._modules.values())
+        # Modules that dispatch tokens to the experts of several ranks, by name of the module of experts.
+        self._dispatched: dict[str, tuple[nn.Module, DispatchObservers]] = {
+            observed.name: (module, observed) for module, observed in observed_of if observed is not None
+        }
         self._hooked: dict[str, ExpertsEntry] = {}
         if not self._dispatched:
             entries = (experts_entry(name, self._modules) for name in self._modules)
@@ -128,16 +132,6 @@ def _load(totals: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def _dispatched_experts(
-    modules: Mapping[str, nn.Module],
-) -> Iterator[tuple[str, tuple[nn.Module, DispatchObservers]]]:
-    """Yield the modules that dispatch tokens to the experts of several ranks, by name of the module of experts."""
-    for module in modules.values():
-        observed: DispatchObservers | None = module.__dict__.get(DISPATCH_OBSERVERS)
-        if observed is not None:
-            yield observed.name, (module, observed)
-
-
 class _Layer:
     """Sums over the forwards of one module of experts, on the device of its tokens."""
 
@@ -187,9 +181,6 @@ class _Layer:
             self.device = device
             self._counts = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=device)  # the last: dropped ones
             self._entropies = torch.zeros(2, dtype=torch.float64, device=device)
-
-
-# Hooks.
 
 
 class _OwnHook:

@@ -100,8 +100,6 @@ class AdamBase(CheckedOptimizer):
         check_non_negative(group, "weight_decay")
         check_decay_rates(group, "betas", 2, example=(0.9, 0.999))
 
-    # Step.
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update every parameter that has a gradient.
@@ -212,8 +210,6 @@ class AdamBase(CheckedOptimizer):
                     " torch.optim.SparseAdam for it, or an embedding with sparse=False"
                 )
             yield parameter, gradient
-
-    # States.
 
     def _param_update(self, parameter: Tensor, gradient: Tensor, model_param: Tensor | None) -> AdamParamUpdate:
         """Return the update of a parameter; its state is created if it is missing, and has the kernels' layout."""

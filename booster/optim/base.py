@@ -127,8 +127,6 @@ class OptimizerBase(CheckedOptimizer):
         self._check_group(defaults)
         super().__init__(params, defaults)
 
-    # Implemented by each optimizer.
-
     @abstractmethod
     def _update(self, steps: list[ParamUpdate]) -> None:
         """Update the weights. Collective if there are shards."""
@@ -144,8 +142,6 @@ class OptimizerBase(CheckedOptimizer):
             shards: Shards of this rank.
         """
         self._shards = shards
-
-    # Step.
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -197,8 +193,6 @@ class OptimizerBase(CheckedOptimizer):
             group=group,
             shard=shard,
         )
-
-    # States.
 
     def _state_tensor(self, step: ParamUpdate, key: str) -> Tensor:
         """Return a parameter's state in the dtype of the arithmetic; a missing state is created as zeros."""

@@ -140,8 +140,6 @@ class Trainer(TrainerState):
         """The hooks in the order of their calls."""
         return self._hooks.hooks
 
-    # Training.
-
     def fit(
         self,
         train_loader: Iterable[Any],
@@ -294,8 +292,6 @@ class Trainer(TrainerState):
             return_outputs=self._hooks.needs_outputs(mode),
         )
         self.loss, self.outputs = result["loss"], result["outputs"]
-
-    # Evaluation and prediction.
 
     def evaluate(self, loader: Iterable[Any]) -> dict[str, float]:
         """Run the model over a loader without gradients; return the metrics of this evaluation.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -241,7 +241,7 @@ def _needs_of_ranks(grid: _Grid, needs: Sequence[ByteRange], ranks: CheckpointGr
     return rows, len({each[-_DIGEST_BYTES:] for each in payloads}) == 1
 
 
-class _CellReads:
+class _CellReads(AbstractContextManager["_CellReads"]):
     """Reads of one rank, and what becomes of the cells that it needs; a context manager that ends the reads in flight.
 
     Its first error is kept as `failure`, and ends its reads; the other ranks learn of it between rounds.
@@ -268,9 +268,6 @@ class _CellReads:
         self._queue: DiskQueue | None = None
         self.failure: Exception | None = None
         self._keep_failure(self._open, cell_bytes)
-
-    def __enter__(self) -> _CellReads:
-        return self
 
     def __exit__(self, *reason: object) -> None:
         if self._queue is not None:

@@ -390,8 +390,6 @@ class _CheckpointOpener:
             raise _changed_error(directory.path)
         return found
 
-    # With a manifest.
-
     def _open_with_manifest(
         self, directory: DirectoryReader, file_names: FileNames, only: str | None
     ) -> StoredCheckpoint:
@@ -401,8 +399,7 @@ class _CheckpointOpener:
         failure: CheckpointError | None = None
         with ExitStack() as stack:
             try:
-                found = self._open_manifest_files(directory, file_names, raw, only)
-                stack.callback(found.close)
+                found = stack.enter_context(self._open_manifest_files(directory, file_names, raw, only))
             except CheckpointError as error:
                 failure = error
             if open_directory(self._storage, directory.path).read(file_names.manifest) != raw:
@@ -427,8 +424,7 @@ class _CheckpointOpener:
             files = []
             for name, record in manifest.files.items():
                 if only in (None, name):
-                    files.append(directory.open(name, record))
-                    stack.callback(files[-1].close)
+                    files.append(stack.enter_context(closing(directory.open(name, record))))
                     try:
                         check_ranges_cover(files[-1].specs, record.ranges)
                     except CheckpointError as error:
@@ -440,8 +436,6 @@ class _CheckpointOpener:
             stack.pop_all()
         return checkpoint
 
-    # Without a manifest: single files, and checkpoints of other programs.
-
     def _open_indexed(self, directory: DirectoryReader, file_names: FileNames) -> StoredCheckpoint:
         groups = directory.read(file_names.groups) if self._kind == OPTIMIZER else None
         path = directory.path / file_names.index
@@ -452,8 +446,7 @@ class _CheckpointOpener:
                 usual, second = file_names.shard(1, 1), file_names.second_shard(file_names.shard(1, 1))
                 named = {second if second in directory.names and usual not in directory.names else usual: []}
             for file_name, tensor_names in named.items():
-                files.append(directory.open(file_name))
-                stack.callback(files[-1].close)
+                files.append(stack.enter_context(closing(directory.open(file_name))))
                 self._check_manifest_present(files[-1])
                 _check_index_entries(tensor_names, files[-1].specs, files[-1].path, file_names.index)
             checkpoint = StoredCheckpoint(self._storage, path, files, groups)
@@ -462,8 +455,7 @@ class _CheckpointOpener:
 
     def _open_single(self, path: Path, open_file: Callable[[], TensorFile]) -> StoredCheckpoint:
         with ExitStack() as stack:
-            file = open_file()
-            stack.callback(file.close)
+            file = stack.enter_context(closing(open_file()))
             self._check_manifest_present(file)
             text = file.metadata.get(GROUPS_KEY)
             groups = None if text is None else text.encode("utf-8", "surrogatepass")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -76,7 +77,7 @@ class SaveRequest:
 # made the same saves, so the cache hits on all ranks or on none.
 
 _MAX_CACHED_PLANS = 2  # a model and an optimizer, saved alternately
-_NAME_BYTES, _DIGEST_BYTES, _HOST_BYTES = 16, 32, 8
+_FINGERPRINT = struct.Struct("16s 32s 32s 8s")  # name of the save, digests of request, tables and host
 _NUM_THREADS = 4
 
 Plans = list[tuple[SavePlan, Images]]
@@ -249,21 +250,14 @@ class Saver:
             *options,
         ]
         request_digest = sha256("\n".join(description).encode()).digest()
-        host_digest = sha256(self._ranks.host.encode()).digest()[:_HOST_BYTES]
-        local = torch.frombuffer(
-            bytearray(uuid4().bytes + request_digest + tables_digest + host_digest), dtype=torch.uint8
-        )
-        gathered = all_gather_equal(local, self._ranks.group).view(self._ranks.size, -1)
-        fingerprints = [bytes(row.numpy()) for row in gathered]
-        names, rest = (
-            [fingerprint[:_NAME_BYTES] for fingerprint in fingerprints],
-            [fingerprint[_NAME_BYTES:] for fingerprint in fingerprints],
-        )
-        if len({fingerprint[:_DIGEST_BYTES] for fingerprint in rest}) > 1:
+        host_digest = sha256(self._ranks.host.encode()).digest()
+        fingerprint = _FINGERPRINT.pack(uuid4().bytes, request_digest, tables_digest, host_digest)
+        local = torch.frombuffer(bytearray(fingerprint), dtype=torch.uint8)
+        gathered = all_gather_equal(local, self._ranks.group).numpy().tobytes()
+        names, requests, digests, hosts = zip(*_FINGERPRINT.iter_unpack(gathered), strict=True)
+        if len(set(requests)) > 1:
             check_same_across_ranks("what they save", description, self._ranks.group)
-        hosts = [fingerprint[2 * _DIGEST_BYTES :] for fingerprint in rest]
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
-        digests = tuple(fingerprint[_DIGEST_BYTES : 2 * _DIGEST_BYTES] for fingerprint in rest)
         return names[0].hex(), digests, tuple(numbers[host] for host in hosts)
 
     def _new_plan(

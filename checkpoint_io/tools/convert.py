@@ -235,9 +235,6 @@ def _parts(
         )
 
 
-# Tensors.
-
-
 def _convert_dtypes(
     part: StoredPart, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, notes: list[str]
 ) -> list[TensorSlice]:
@@ -282,9 +279,6 @@ def _check_range(part: StoredPart, name: str, tensor: torch.Tensor, dtype: torch
                 f"{name!r} of the {part.label} holds values beyond {torch.finfo(dtype).max:g}, the largest of"
                 f" {dtype_name(dtype)}: give a dtype with a wider range, such as bf16 or fp32"
             )
-
-
-# Documents.
 
 
 def _documents(

@@ -56,11 +56,6 @@ class Comparison:
     elements: dict[str, ElementDifference] = field(default_factory=dict)
     max_difference: float = 0.0
 
-    @property
-    def is_equal(self) -> bool:
-        """Whether there are no differences."""
-        return not (self.only_left or self.only_right or self.shapes or self.dtypes or self.elements)
-
 
 def compare_tensors(left: StoredCheckpoint, right: StoredCheckpoint, *, tolerance: float = 0.0) -> Comparison:
     """Compare the tensors of two checkpoints, in 32 MiB of memory.

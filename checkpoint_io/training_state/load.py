@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def load_training_state(
         directory, document = found
         with Loader(ranks, storage, verify) as loader:
             try:
-                load = _TrainingStateLoad(loader, directory, document, parts, strict=strict, action=action)
+                load = _TrainingStateLoad(loader, directory, document, parts, strict, action)
                 load.check()
             except CheckpointError:  # on all ranks, and nothing was changed
                 if attempt + 1 < _MAX_ATTEMPTS and _was_replaced(ranks, storage, path, directory, action):
@@ -64,34 +65,26 @@ def load_training_state(
     raise AssertionError("the last attempt returns or raises")
 
 
+@dataclass(slots=True, eq=False)
 class _TrainingStateLoad:
     """Load of all parts from one directory: `check`, which changes nothing, and `fill`. Both are collective."""
 
-    def __init__(
-        self,
-        loader: Loader,
-        directory: Path,
-        document: TrainingDocument,
-        parts: TrainingParts,
-        *,
-        strict: bool,
-        action: str,
-    ) -> None:
-        self._loader, self._ranks = loader, loader.ranks
-        self._directory = directory
-        self._document = document
-        self._parts = parts
-        self._action = action
-        self._loads = list(_loads(loader, directory, document, parts, strict=strict))
+    _loader: Loader
+    _directory: Path
+    _document: TrainingDocument
+    _parts: TrainingParts
+    _strict: bool
+    _action: str
+    # From `check` for `fill`.
+    _loads: list[ModelLoad | OptimizerLoad | AccumulatedGradientsLoad] = field(init=False)
+    _schedules: dict[str, dict[str, Any]] = field(init=False)
+    _random_state: Mapping[str, torch.Tensor] = field(init=False)
 
     def check(self) -> None:
-        """Read what is needed to know that all parts fit.
-
-        Raises:
-            CheckpointError: A part is missing, does not match or is damaged.
-        """
-        document = self._document
-        self._schedules = self._ranks.run_on_all_ranks(
+        """Read what is needed to know that all parts fit."""
+        ranks, document = self._loader.ranks, self._document
+        self._loads = list(self._part_loads())
+        self._schedules = ranks.run_on_all_ranks(
             lambda: {
                 name: scheduler_state(document.lr_schedulers[name], lr_scheduler, self._directory / TRAINING_STATE)
                 for name, lr_scheduler in self._parts.lr_schedulers.items()
@@ -102,18 +95,18 @@ class _TrainingStateLoad:
             load.check()
         stored = self._loader.open(self._directory, RANDOM_STATE)
         self._loader.verify(stored)
-        self._random_state = self._ranks.run_on_all_ranks(lambda: self._read_random_state(stored), self._action)
+        self._random_state = ranks.run_on_all_ranks(lambda: self._read_random_state(stored), self._action)
 
     def fill(self) -> None:
         """Fill the parts."""
-        ranks, document, parts = self._ranks, self._document, self._parts
+        ranks, document, parts = self._loader.ranks, self._document, self._parts
         left = document.unrequested_parts(parts.names())
         if left and ranks.rank == 0:
             get_dist_logger().warning(f"{self._directory} also holds {', '.join(left)}: not asked for, so not loaded")
         # First of all changes, because a dataloader can reject a position only when it is set.
         before = {name: loader.state_dict() for name, loader in parts.dataloaders.items()}
         try:
-            ranks.run_on_all_ranks(lambda: _fill_dataloaders(document, parts, ranks.rank), self._action)
+            ranks.run_on_all_ranks(self._fill_dataloaders, self._action)
         except Exception:  # on all ranks
             for name, loader in parts.dataloaders.items():
                 loader.load_state_dict(before[name])
@@ -126,7 +119,7 @@ class _TrainingStateLoad:
         ranks.run_on_all_ranks(lambda: parts.random_state.restore(self._random_state), self._action)
 
     def _read_random_state(self, stored: StoredCheckpoint) -> Mapping[str, torch.Tensor]:
-        random_state, rank = self._parts.random_state, self._ranks.rank
+        random_state, rank = self._parts.random_state, self._loader.ranks.rank
         num_stored = len(self._document.per_rank.of_rank)
         prefix = f"rank{rank % num_stored}."
         state: dict[str, torch.Tensor] = {}
@@ -137,6 +130,24 @@ class _TrainingStateLoad:
                 state[name.removeprefix(prefix)] = tensor
         random_state.check(state)
         return state if rank < num_stored else random_state.derive(state, rank)
+
+    def _part_loads(self) -> Iterator[ModelLoad | OptimizerLoad | AccumulatedGradientsLoad]:
+        loader, document, parts = self._loader, self._document, self._parts
+        for name, model in parts.models.items():
+            frozen = parts.frozen.get(name, ())
+            yield ModelLoad(loader, model, self._directory / name, strict=self._strict, frozen=frozen)
+        for name, optimizer in parts.optimizers.items():
+            yield OptimizerLoad(loader, optimizer, self._directory / name)
+        for name, optimizer in parts.optimizers.items():
+            if name in document.gradients:
+                per_rank = document.per_rank
+                counts = [per_rank.values[index]["gradients"][name] for index in per_rank.of_rank]
+                yield AccumulatedGradientsLoad(loader, optimizer, self._directory / name, counts)
+
+    def _fill_dataloaders(self) -> None:
+        positions = self._document.per_rank.for_rank(self._loader.ranks.rank).get("dataloaders", {})
+        for name, loader in self._parts.dataloaders.items():
+            loader.load_state_dict(positions[name])
 
     def _finish(self) -> None:
         for name, optimizer in self._parts.optimizers.items():
@@ -256,23 +267,3 @@ def _read_checked(storage: Storage, directory: Path, manifest: Manifest, parts: 
                 " another save into the same directory. Take another copy, or load only the model by load_model()"
             )
     return document
-
-
-def _loads(
-    loader: Loader, directory: Path, document: TrainingDocument, parts: TrainingParts, *, strict: bool
-) -> Iterator[ModelLoad | OptimizerLoad | AccumulatedGradientsLoad]:
-    for name, model in parts.models.items():
-        yield ModelLoad(loader, model, directory / name, strict=strict, frozen=parts.frozen.get(name, ()))
-    for name, optimizer in parts.optimizers.items():
-        yield OptimizerLoad(loader, optimizer, directory / name)
-    for name, optimizer in parts.optimizers.items():
-        if name in document.gradients:
-            per_rank = document.per_rank
-            counts = [per_rank.values[index]["gradients"][name] for index in per_rank.of_rank]
-            yield AccumulatedGradientsLoad(loader, optimizer, directory / name, counts)
-
-
-def _fill_dataloaders(document: TrainingDocument, parts: TrainingParts, rank: int) -> None:
-    positions = document.per_rank.for_rank(rank).get("dataloaders", {})
-    for name, loader in parts.dataloaders.items():
-        loader.load_state_dict(positions[name])

@@ -14,7 +14,7 @@ from booster.checkpoint_io.layout import MODEL
 from booster.checkpoint_io.loading.reader import open_checkpoint
 from booster.checkpoint_io.storage import Storage
 from booster.checkpoint_io.tools import diff
-from booster.checkpoint_io.tools.diff import compare_elements, compare_tensors, compare_values
+from booster.checkpoint_io.tools.diff import Comparison, compare_elements, compare_tensors, compare_values
 from booster.errors import CheckpointError
 
 NAN, INF = math.nan, math.inf
@@ -98,14 +98,14 @@ def test_part_by_part_finds_what_a_comparison_of_wholes_finds(tmp_path, monkeypa
     }
     assert all(part.num_elements == left[name].numel() for name, part in found.elements.items())
     assert found.max_difference == max((float(difference.max()) for difference in wrong.values()), default=0.0)
-    assert not found.is_equal
+    assert found != Comparison(num_common=found.num_common)
 
 
 def test_equal_checkpoints_are_equal(tmp_path):
     tensors = {"w": torch.randn(7, 3), "n": torch.tensor([NAN, 1.0]), "s": torch.tensor(2), "e": torch.empty(0, 2)}
     with stored(tmp_path / "l.safetensors", tensors) as first, stored(tmp_path / "r.safetensors", tensors) as second:
         found = compare_tensors(first, second)
-    assert found.is_equal
+    assert found == Comparison(num_common=4)
     assert (found.num_common, found.max_difference) == (4, 0.0)
 
 
@@ -121,7 +121,7 @@ def test_only_bounded_parts_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(diff, "read_slices", recording)
     tensors = {f"w{index}": torch.randn(700 * index) for index in range(6)}
     with stored(tmp_path / "l.safetensors", tensors) as first, stored(tmp_path / "r.safetensors", tensors) as second:
-        assert compare_tensors(first, second).is_equal
+        assert compare_tensors(first, second) == Comparison(num_common=6)
     assert max(sizes) <= 4096
     assert sum(sizes) == 2 * sum(tensor.nbytes for tensor in tensors.values())
 

@@ -190,8 +190,6 @@ class StateFile:
             second = self._mapping.tensor(self.layout.num_bytes + start, one.numel(), dtype)
             self.moments.append((view_like(first, one), view_like(second, one)))
 
-    # I/O of a step.
-
     def read(self, queue: DiskQueue, index: int, blocks: StateBlocks) -> list[IOTicket]:
         """Start reading the valid states of a chunk; they are complete after all tickets were waited for."""
         location = self._locations[index]
@@ -224,8 +222,6 @@ class StateFile:
         self._locations[index] = _ChunkLocation.MEMORY
         for block, mapped in zip(blocks, self._mapped(index), strict=True):
             mapped.copy_(block)
-
-    # Access through the mapping.
 
     def zero(self, index: int) -> None:
         """Set the states of a parameter to zero."""
