@@ -246,10 +246,9 @@ class GeneralCheckpointIO(CheckpointIO):
             raw = self.storage.read_file(path, max_bytes=MAX_JSON_BYTES)
             return scheduler_state(json_values.loads(raw, str(path)), lr_scheduler, path)
 
-        state = self.ranks.run_on_all_ranks(read, f"loading the LR scheduler from {path}")
-        self.ranks.run_on_all_ranks(
-            lambda: lr_scheduler.load_state_dict(state), f"loading the LR scheduler from {path}"
-        )
+        action = f"loading the LR scheduler from {path}"
+        state = self.ranks.run_on_all_ranks(read, action)
+        self.ranks.run_on_all_ranks(lambda: lr_scheduler.load_state_dict(state), action)
 
     def save_training_state(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -105,6 +105,20 @@ def as_checkpoint_error(error: Exception, action_name: str) -> Exception:
     failure = CheckpointError(f"{action_name} failed: {error}. Check the path, its permissions and the free space")
     failure.__cause__ = error
     return failure
+
+
+def batches_by_bytes(items: Iterable[Job], num_bytes_of: Callable[[Job], int], batch_bytes: int) -> Iterator[list[Job]]:
+    """Yield the items in lists of about as many bytes, as jobs of threads."""
+    batch: list[Job] = []
+    free_bytes = batch_bytes
+    for item in items:
+        batch.append(item)
+        free_bytes -= num_bytes_of(item)
+        if free_bytes <= 0:
+            yield batch
+            batch, free_bytes = [], batch_bytes
+    if batch:
+        yield batch
 
 
 def run_in_threads(work: Callable[[Job], None], jobs: Iterable[Job], num_threads: int) -> None:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer, lr_scheduler
 
 from booster.errors import ConfigError
 
-from .base import LearningRate, Schedule, check_optimizer, check_total_steps
+from .base import LearningRate, Schedule, check_total_steps
 
 Function = Callable[[int], float]
 Functions = Function | Sequence[Function]
@@ -107,7 +107,6 @@ class MultiplicativeLR(FunctionSchedule, lr_scheduler.MultiplicativeLR):
 
 def _functions(lr_lambda: Any, optimizer: Optimizer, scheduler: str) -> list[Function]:
     """Return one function per param group; raise `ConfigError` if they can't be called or saved, or are not as many."""
-    check_optimizer(optimizer, scheduler)
     num_groups = len(optimizer.param_groups)
     functions = list(lr_lambda) if isinstance(lr_lambda, (list, tuple)) else [lr_lambda] * num_groups
     if len(functions) != num_groups:

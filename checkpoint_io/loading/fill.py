@@ -12,7 +12,7 @@ import torch
 
 from booster.checkpoint_io.copy_elements import assign_elements, bytes_of, needs_no_conversion
 from booster.checkpoint_io.formats.manifest import RangeRecord
-from booster.checkpoint_io.parallel import CheckpointGroup, run_in_threads
+from booster.checkpoint_io.parallel import CheckpointGroup, batches_by_bytes, run_in_threads
 from booster.checkpoint_io.planning.slices import Box, full_box, overlapping_runs, run_length, run_start
 from booster.comm import all_gather_bytes, any_rank, is_fake_world, max_of_numbers
 from booster.errors import CheckpointError
@@ -344,14 +344,7 @@ def _unverified_blocks(stored: StoredCheckpoint, targets: Mapping[str, Sequence[
 
 
 def _read(stored: StoredCheckpoint, blocks: Iterable[_Block], consequence: str, num_threads: int) -> None:
-    batches: list[list[_Block]] = []
-    free_bytes = 0
-    for block in blocks:
-        if free_bytes <= 0:
-            batches.append([])
-            free_bytes = BATCH_BYTES
-        batches[-1].append(block)
-        free_bytes -= block.region.numel * block.dtype.itemsize
+    batches = list(batches_by_bytes(blocks, lambda block: block.region.numel * block.dtype.itemsize, BATCH_BYTES))
     run_in_threads(lambda batch: _read_blocks(stored, batch, consequence), batches, min(num_threads, len(batches)))
 
 

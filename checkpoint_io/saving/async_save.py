@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from booster.checkpoint_io.copy_elements import synchronize_devices
 from booster.checkpoint_io.layout import PAGE_BYTES
-from booster.checkpoint_io.parallel import CheckpointGroup, run_in_threads
+from booster.checkpoint_io.parallel import CheckpointGroup, batches_by_bytes, run_in_threads
 from booster.checkpoint_io.planning.save_plan import BLOCK_BYTES, WriteRange
 from booster.comm import fake, raise_on_all_ranks
 from booster.errors import CheckpointError
@@ -132,7 +132,8 @@ def _copy_all(copies: Sequence[_Copy]) -> None:
         for each in job:
             read_range(*each)
 
-    jobs = list(_jobs(each for each in copies if not _start_async_copy(*each)))
+    rest = (each for each in copies if not _start_async_copy(*each))
+    jobs = list(batches_by_bytes(rest, lambda each: each[2].numel(), BLOCK_BYTES))
     run_in_threads(work, jobs, min(_NUM_THREADS, len(jobs)))
     synchronize_devices(source.tensor for source, _, _ in copies)
 
@@ -145,20 +146,6 @@ def _start_async_copy(source: TensorSlice, write_range: WriteRange, target: torc
     elements = tensor.view(-1)[write_range.span[0] - start : write_range.span[1] - start]
     target.view(dtype).copy_(elements, non_blocking=True)
     return True
-
-
-def _jobs(copies: Iterable[_Copy]) -> Iterator[list[_Copy]]:
-    """Group the copies into lists of about one block of the file."""
-    job: list[_Copy] = []
-    free_bytes = BLOCK_BYTES
-    for each in copies:
-        job.append(each)
-        free_bytes -= each[2].numel()
-        if free_bytes <= 0:
-            yield job
-            job, free_bytes = [], BLOCK_BYTES
-    if job:
-        yield job
 
 
 # Note [Staging]
