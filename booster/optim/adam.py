@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -100,31 +100,12 @@ class AdamBase(CheckedOptimizer):
         check_non_negative(group, "weight_decay")
         check_decay_rates(group, "betas", 2, example=(0.9, 0.999))
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update every parameter that has a gradient.
-
-        Args:
-            closure: Function that computes the loss and calls backward; called once, before the step.
-
-        Returns:
-            Result of the closure.
-
-        Raises:
-            ConfigError: A gradient or a param group is invalid, the disk has too little space for the states, or the
-                last step failed and the gradients are not those of that step.
-            OSError: The disk with the states failed; the message reports which parameters were updated.
-        """
-        result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
+    def _step(self) -> None:
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         if found_inf is not None and bool(found_inf):
-            return result
+            return
         scale: Tensor | None = getattr(self, "grad_scale", None)
         self._update(StepArguments(clip_coef=None if scale is None else scale.reciprocal()), {}, {})
-        return result
 
     @renamed_arguments(multiplier="grad_scale", multiplier_tensor="clip_coef", working_copies="model_params")
     @Optimizer.profile_hook_step

@@ -65,6 +65,34 @@ class CheckedOptimizer(DeprecatedOverrides, Optimizer):
     def _loaded(self, parameter: Tensor, key: str, value: Tensor) -> Any:
         """Return the state that is kept for a loaded one."""
 
+    @abstractmethod
+    def _step(self) -> None:
+        """Update every parameter that has a gradient. Collective if there are shards."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: Function that computes the loss and calls backward; called once, before the step.
+
+        Returns:
+            Result of the closure.
+
+        Collective over the ranks that hold shards, if there are any.
+
+        Raises:
+            ConfigError: A gradient is sparse. Of an Adam: a gradient or a param group is invalid, the disk has too
+                little space for the states, or the last step failed and the gradients are not those of that step.
+            OSError: The disk with an Adam's states failed; the message reports which parameters were updated.
+        """
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        self._step()
+        return result
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as `torch.optim.Optimizer.add_param_group` does.
 
@@ -143,25 +171,7 @@ class OptimizerBase(CheckedOptimizer):
         """
         self._shards = shards
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update every parameter that has a gradient.
-
-        Args:
-            closure: Function that computes the loss and calls backward; called once, before the step.
-
-        Returns:
-            Result of the closure.
-
-        Collective over the ranks that hold shards, if there are any.
-
-        Raises:
-            ConfigError: A gradient is sparse.
-        """
-        result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
+    def _step(self) -> None:
         steps = [
             self._param_update(parameter, parameter.grad, group)
             for group in self.param_groups
@@ -172,7 +182,6 @@ class OptimizerBase(CheckedOptimizer):
         for step in steps:
             if step.weights is not step.parameter:
                 step.parameter.copy_(step.weights)
-        return result
 
     def _param_update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> ParamUpdate:
         if gradient.layout is not torch.strided:
