@@ -42,10 +42,7 @@ class JoinIterator(Iterator[T_co]):
 
     @in_phase("data")
     def __next__(self) -> T_co:
-        if self._has_ended:
-            self.close()
-            raise StopIteration
-        read = self._read_synchronized()
+        read = None if self._has_ended else self._read_synchronized()
         if read is None:
             self.close()
             raise StopIteration
