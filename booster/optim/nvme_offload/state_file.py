@@ -114,11 +114,8 @@ _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 _mmap = ctypes.CDLL(None, use_errno=True).mmap
 _mmap.restype = ctypes.c_void_p
-_mmap.argtypes = (
-    *(ctypes.c_void_p, ctypes.c_size_t),  # address, length
-    *(ctypes.c_int, ctypes.c_int, ctypes.c_int),  # protection, flags, descriptor
-    ctypes.c_int64,  # offset
-)
+# Address, length, protection, flags, descriptor, offset.
+_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64)
 
 
 class _BlockMapping:
