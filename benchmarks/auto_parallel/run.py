@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 from booster import Booster, launch_from_torch
 from booster.comm import barrier, group_rank, group_size, max_of_numbers
 from booster.estimate.candidates import Candidate, find_candidates
-from booster.estimate.estimate import MemoryEstimate, TrainingRecipe, default_criterion, estimate_recipe
+from booster.estimate.estimate import MemoryEstimate, Simulator, TrainingRecipe, default_criterion
 from booster.estimate.machine_profile import MachineProfile
 from booster.estimate.machine_speed import measure_machine
 from booster.launch.launch import destroy_world
@@ -175,7 +175,7 @@ def _measure(model: Model, candidates: list[Candidate], num_rounds: int) -> tupl
     profiles = []
     gc.disable()
     for number in range(num_rounds):
-        profiles.append(measure_machine(group_size()))
+        profiles.append(measure_machine())
         for case in cases if number % 2 else reversed(cases):
             case.measured += _seconds_of(case)
         gc.collect()
@@ -190,14 +190,14 @@ def _predict(model: Model, case: Case, profiles: list[MachineProfile], dp_size: 
     recipe = TrainingRecipe(model=model.build(), batch=model.batch(), criterion=model.criterion)
     candidate, size = case.candidate, profiles[0].num_ranks
     estimates: list[MemoryEstimate] = [
-        estimate_recipe(
+        Simulator.of(
             recipe,
             candidate.plugin,
             num_ranks=size,
             settings=candidate.settings,
             mixed_precision=candidate.mixed_precision,
             profile=one,
-        )
+        ).estimate()
         for one in profiles
     ]
     predicted = [one.step_time.total / dp_size for one in estimates if one.step_time is not None]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any
@@ -36,7 +35,7 @@ from booster.trainer.batches import as_batch
 from booster.validation import check_flag, error_of, is_count
 
 from .plan import ParallelPlan
-from .search import OBJECTIVES, Objective, SearchResult, refuse_pipelines, search
+from .search import OBJECTIVES, Objective, refuse_pipelines, search
 
 _USABLE_SHARE = 0.9  # of the free memory: the rest is for fragments, and for buffers of the communication backend
 _CALL = "boost() with an AutoPlugin"
@@ -158,21 +157,25 @@ class AutoPlugin(PluginChoice, name="auto"):
         check_same_across_ranks(_CALL, self._fingerprint(model, mixed_precision), error=error)
         recipe, candidates = found[0]
         profile = self.machine()
-        is_given = self._candidates not in (None, "all")
+        device_memory = self._device_memory(model)
         result = search(
             recipe,
             candidates,
             num_ranks,
             objective=self._objective,
-            device_memory=self._device_memory(model),
+            device_memory=device_memory,
             profile=profile,
-            needs_accelerator_to_offload=not is_given,
+            needs_accelerator_to_offload=self._candidates in (None, "all"),
             refusals=lambda one: "" if self._candidates == "all" else refuse_pipelines(one, num_ranks),
             plans_activations=error_of(lambda: layers_without_policy(model)) is None,
         )
         has_estimates = any(one.estimate is not None for one in result.results)
         if self._verbose and has_estimates and group_rank() == 0:
-            print(self._text(result, profile), flush=True)
+            notes = [
+                f"times: predicted for {profile.machine} with {profile.num_ranks} rank(s) at work",
+                f"memory per rank: {format_size(device_memory)}",
+            ]
+            print(result.format(notes), flush=True)
         self.plan = result.plan(recipe, num_ranks)
         check_same_across_ranks(f"the plan of {_CALL}", self.plan.fingerprint)
         return self.plan
@@ -224,7 +227,7 @@ class AutoPlugin(PluginChoice, name="auto"):
             found = find_profile(group_size()) if group_rank() == 0 else None
             has_one = group_rank() == 0 and found is not None and found.num_ranks == group_size()
             if not max_of_numbers([int(has_one)])[0]:
-                found = measure_machine(int(os.environ.get("LOCAL_WORLD_SIZE", group_size())))
+                found = measure_machine()
                 if group_rank() == 0:
                     save_profile(found, default_path(group_size()))
         text = [json.dumps(profile_values(found))] if group_rank() == 0 and found is not None else []
@@ -237,14 +240,6 @@ class AutoPlugin(PluginChoice, name="auto"):
         held = sum(one.nbytes for one in model.parameters() if one.device.type == device.type)
         own = int(_USABLE_SHARE * (free_memory(device) + held))
         return -max_of_numbers([-own])[0]
-
-    def _text(self, result: SearchResult, profile: MachineProfile) -> str:
-        assert result.device_memory is not None
-        notes = [
-            f"times: predicted for {profile.machine} with {profile.num_ranks} rank(s) at work",
-            f"memory per rank: {format_size(result.device_memory)}",
-        ]
-        return result.format(notes)
 
 
 def first_batch(dataloader: Any) -> Any:
@@ -327,7 +322,6 @@ def _find(candidates: Any, num_ranks: int, mixed_precision: str | None) -> list[
     """Return the candidates in the Booster's precision; by default in the dtypes of the parameters."""
     found: list[Candidate] = []
     for plugin, settings in _checked_names(candidates):
-        found += find_candidates(
-            plugin, num_ranks, settings, mixed_precision if settings else mixed_precision or "fp32"
-        )
+        precision = mixed_precision if settings else mixed_precision or "fp32"
+        found += find_candidates(plugin, num_ranks, settings, precision)
     return [one for index, one in enumerate(found) if one not in found[:index]]

@@ -184,18 +184,18 @@ def _profile(alpha_beta: Mapping[Any, tuple[float, float]] | None) -> MachinePro
     if alpha_beta is None:
         return None
     measured = AutoPlugin(verbose=False).machine()
-    collectives = []
-    for ranks, (alpha, beta) in alpha_beta.items():
-        for operation in dict.fromkeys(one.operation for one in measured.collectives):
-            speed = CollectiveSpeed(
-                operation=operation,
-                num_ranks=len(ranks),
-                num_hosts=len({rank // measured.ranks_per_host for rank in ranks}),
-                transport="given",
-                latency=float(alpha),
-                seconds_per_byte=float(beta),
-            )
-            collectives.append(speed)
+    collectives = [
+        CollectiveSpeed(
+            operation=operation,
+            num_ranks=len(ranks),
+            num_hosts=len({rank // measured.ranks_per_host for rank in ranks}),
+            transport="given",
+            latency=float(alpha),
+            seconds_per_byte=float(beta),
+        )
+        for ranks, (alpha, beta) in alpha_beta.items()
+        for operation in dict.fromkeys(one.operation for one in measured.collectives)
+    ]
     return replace(measured, collectives=tuple(collectives))
 
 

@@ -18,7 +18,7 @@ from booster.activation_checkpointing import checkpoint_activations
 from booster.comm import group_size
 from booster.core.activation_schedule import ActivationSchedule, ScheduleItem
 from booster.errors import ConfigError
-from booster.estimate.candidates import ONE_DEVICE, Candidate, format_seconds, format_size
+from booster.estimate.candidates import ONE_DEVICE, Candidate, format_batches, format_seconds, format_size
 from booster.interface import Plugin, PluginPlan
 from booster.registry import plugin_with_precision
 from booster.single_device import SingleDevicePlugin
@@ -154,10 +154,9 @@ class ParallelPlan(PluginPlan):
     def __str__(self) -> str:
         name = Candidate(plugin=self.plugin, settings=self.settings, mixed_precision=self.mixed_precision).name
         time = "" if self.seconds is None else f", {format_seconds(self.seconds)} a step"
-        batches = "1 batch" if self.batches == 1 else f"{self.batches} batches"
         if self.activation_schedule is not None:
             name += f" {ActivationSchedule.from_json(self.activation_schedule)}"
-        return f"{name}: {format_size(self.memory)} per rank{time} of {batches}"
+        return f"{name}: {format_size(self.memory)} per rank{time} of {format_batches(self.batches)}"
 
 
 def encode(value: Any) -> Any:

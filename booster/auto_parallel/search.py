@@ -18,6 +18,7 @@ from booster.estimate.candidates import (
     ask_plugin,
     estimate_candidate,
     fastest,
+    format_batches,
     format_notes,
     format_recommendation,
     format_seconds,
@@ -105,9 +106,8 @@ class SearchResult:
         else:
             memory = format_size(best.estimate.total)
             limit = "" if self.device_memory is None else f" of {format_size(self.device_memory)}"
-            batches = "1 batch" if best.dp_size == 1 else f"{best.dp_size} batches"
             time = best.estimate.step_time
-            seconds = "" if time is None else f", {format_seconds(time.total)} a step of {batches}"
+            seconds = "" if time is None else f", {format_seconds(time.total)} a step of {format_batches(best.dp_size)}"
             word = {"time": "fastest" if time is not None else "fewest bytes sent", "memory": "least memory"}
             text.append(f"chosen, {word[self.objective]}: {best.name}: {memory}{limit} per rank{seconds}")
         return "\n\n".join(one for one in text if one)
@@ -143,9 +143,15 @@ def search(
 
     Collective: after a launch of `num_ranks` ranks every rank must call it, with equal arguments.
     """
-    reasons = [refusals(candidate) for candidate in candidates]
-    usable = [one for one, reason in zip(candidates, reasons, strict=True) if not reason]
-    usable, unsolved = _solve_plans(recipe, usable, profile)
+    usable: list[Candidate] = []
+    refused: list[CandidateResult] = []
+    for candidate in candidates:
+        reason = refusals(candidate)
+        try:
+            usable += [] if reason else [_solved(recipe, candidate, profile)]
+        except BoosterError as error:
+            reason = str(error)
+        refused += [CandidateResult(candidate=candidate, reason=reason)] if reason else []
     estimate = partial(
         estimate_candidate,
         recipe,
@@ -160,35 +166,22 @@ def search(
         found = _share(estimate, usable) if group_size() > 1 else [estimate(one) for one in usable]
     if needs_accelerator_to_offload and profile is not None and not profile.is_asynchronous:
         found = [_refuse_offload(one) for one in found]
-    refused = [
-        CandidateResult(candidate=one, reason=reason) for one, reason in zip(candidates, reasons, strict=True) if reason
-    ]
-    results = [*found, *unsolved, *refused]
+    results = [*found, *refused]
+    fitting = [one for one in results if one.estimate is not None and one.estimate.fits is not False]
+    by_memory = objective == "memory"
     return SearchResult(
         results=tuple(sorted(results, key=lambda one: _rank(one, objective))),
         objective=objective,
-        best=_best(results, objective),
+        best=least_memory(fitting) if by_memory else fastest(fitting) or least_communication(fitting),
         device_memory=device_memory,
         machine="" if profile is None else profile.machine,
     )
 
 
-def _solve_plans(
-    recipe: TrainingRecipe, candidates: Sequence[Candidate], profile: MachineProfile | None
-) -> tuple[list[Candidate], list[CandidateResult]]:
-    """Return the candidates with solved placements in place of `plan="solve"`, and why others have none. Collective."""
-    solved: list[Candidate] = []
-    refused: list[CandidateResult] = []
-    for candidate in candidates:
-        try:
-            has_plan = candidate.settings.get("plan") != "solve"
-            solved.append(candidate if has_plan else _solve_plan(recipe, candidate, profile))
-        except BoosterError as error:
-            refused.append(CandidateResult(candidate=candidate, reason=str(error)))
-    return solved, refused
-
-
-def _solve_plan(recipe: TrainingRecipe, candidate: Candidate, profile: MachineProfile | None) -> Candidate:
+def _solved(recipe: TrainingRecipe, candidate: Candidate, profile: MachineProfile | None) -> Candidate:
+    """Return a candidate with solved placements in place of `plan="solve"`. Collective."""
+    if candidate.settings.get("plan") != "solve":
+        return candidate
     from .placements import solve_placements  # needs scipy, and imports DTensor's rules
 
     tp_size = candidate.settings.get("tp_size", 1)
@@ -241,13 +234,6 @@ def _refuse_offload(result: CandidateResult) -> CandidateResult:
         candidate=result.candidate,
         reason="it offloads to the host's memory, which is the device's own on a CPU: give an accelerator",
     )
-
-
-def _best(results: Sequence[CandidateResult], objective: Objective) -> CandidateResult | None:
-    fitting = [one for one in results if one.estimate is not None and one.estimate.fits is not False]
-    if objective == "memory":
-        return least_memory(fitting)
-    return fastest(fitting) or least_communication(fitting)
 
 
 def _rank(result: CandidateResult, objective: Objective) -> tuple[float, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .arguments import (
     MODEL_FORMS,
@@ -14,9 +14,6 @@ from .arguments import (
     check_training_arguments,
     title_of,
 )
-
-if TYPE_CHECKING:
-    from booster.estimate.model_sources import ModelSource
 
 _MORE = f"""\
 {MODEL_FORMS}
@@ -61,7 +58,7 @@ def add_parser(commands: Any) -> None:
 
 def estimate(arguments: argparse.Namespace) -> int:
     """Print the table and return the exit code."""
-    # Imported here, as these import torch, which the other commands do not need.
+    # Imported here, so that the other commands start without them.
     from booster.estimate.candidates import (
         fastest,
         format_notes,
@@ -69,6 +66,7 @@ def estimate(arguments: argparse.Namespace) -> int:
         format_table,
         least_communication,
         least_memory,
+        to_json,
     )
 
     from .estimate_jobs import estimate_all, find_machine, prepare
@@ -79,35 +77,26 @@ def estimate(arguments: argparse.Namespace) -> int:
     profile, profile_note = left_out if arguments.no_step_time else find_machine(arguments)
     source.notes.append(profile_note)
     results = estimate_all(arguments, device_memory, profile, recipe, candidates)
+    cheapest, quickest = least_communication(results), fastest(results)
     if arguments.json:
-        print(json.dumps(_as_json(arguments, source, results, device_memory), indent=2))
+        values = {
+            "model": source.name,
+            "num_parameters": sum(parameter.numel() for parameter in source.model.parameters()),
+            "dtype": arguments.dtype,
+            "batch": source.batch_text or None,
+            "optimizer": arguments.optimizer,
+            "num_ranks": arguments.nproc,
+            "device_memory": device_memory,
+            "candidates": to_json(results),
+            "cheapest": None if cheapest is None else results.index(cheapest),
+            "fastest": None if quickest is None else results.index(quickest),
+            "notes": source.notes,
+        }
+        print(json.dumps(values, indent=2))
     else:
         table = format_table(results)
         notes = format_notes(results, source.notes)
         paragraphs = [title_of(arguments, source), table, notes, format_recommendation(results, device_memory)]
         print("\n\n".join(one for one in paragraphs if one))
-    has_answer = fastest(results) is not None or (
-        least_memory(results) is not None if device_memory is None else least_communication(results) is not None
-    )
-    return 0 if has_answer and not any(one.is_internal_error for one in results) else 1
-
-
-def _as_json(
-    arguments: argparse.Namespace, source: ModelSource, results: Any, device_memory: int | None
-) -> dict[str, Any]:
-    from booster.estimate.candidates import fastest, least_communication, to_json
-
-    best, quickest = least_communication(results), fastest(results)
-    return {
-        "model": source.name,
-        "num_parameters": sum(parameter.numel() for parameter in source.model.parameters()),
-        "dtype": arguments.dtype,
-        "batch": source.batch_text or None,
-        "optimizer": arguments.optimizer,
-        "num_ranks": arguments.nproc,
-        "device_memory": device_memory,
-        "candidates": to_json(results),
-        "cheapest": None if best is None else results.index(best),
-        "fastest": None if quickest is None else results.index(quickest),
-        "notes": source.notes,
-    }
+    answer = quickest or cheapest or (least_memory(results) if device_memory is None else None)
+    return 0 if answer is not None and not any(one.is_internal_error for one in results) else 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from booster.launch.launch import destroy_world, launch_from_torch
 def main(path: str | None = None) -> None:
     """Measure, and write the profile to a file, by default that of this machine."""
     launch_from_torch(verbose=False)
-    profile = measure_machine(int(os.environ.get("LOCAL_WORLD_SIZE", group_size())))
+    profile = measure_machine()
     if group_rank() == 0:
         save_profile(profile, default_path(group_size()) if path is None else Path(path))
     destroy_world()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import nn
@@ -27,10 +27,10 @@ from booster.core.layer_stacks import layers_of
 from booster.interface import MixedPrecision, Plugin
 
 from .allocation_tracker import MemoryParts
-from .estimate import MemoryEstimate, Simulator, TrainingRecipe, estimate_recipe
+from .estimate import MemoryEstimate, Simulator, TrainingRecipe
 from .machine_profile import MachineProfile
 from .repeated_layers import extrapolate, find_repeated_layers
-from .simulation import SimulatedMemory, backward_segment, layer_segment
+from .simulation import backward_segment, layer_segment
 from .step_time import StepTime
 
 # Note [Activation plan]
@@ -46,6 +46,7 @@ from .step_time import StepTime
 _MAX_SIMULATIONS = 5
 _MIN_LAYERS = 3  # of a rank: the first, the last and one between
 _CLOSE = 0.01  # of the device's memory: not worth another simulation
+T = TypeVar("T")
 
 
 def plan_activations(
@@ -79,26 +80,20 @@ def plan_activations(
 
     Collective: as `estimate_memory`.
     """
-    estimate = partial(
-        estimate_recipe,
-        plugin=plugin,
-        num_ranks=num_ranks,
-        settings=settings,
-        mixed_precision=mixed_precision,
-        device_memory=device_memory,
-        profile=profile,
+    simulator = Simulator.of(
+        recipe, plugin, num_ranks=num_ranks, settings=settings, mixed_precision=mixed_precision, profile=profile
     )
-    kept = estimate(recipe)
+    kept = simulator.estimate(device_memory)
     if kept.fits:
         return None, kept
     all_names = list(layers_without_policy(recipe.model))
-    chains = _measure(Simulator.of(recipe, plugin, num_ranks, settings, mixed_precision, profile))
+    chains = _measure(simulator)
     if all(one.is_extrapolated for one in chains):
         return _plan_extrapolated(all_names, chains, kept, device_memory)
 
     def simulated(schedule: ActivationSchedule) -> MemoryEstimate:
         follow = partial(checkpoint_activations, policy="schedule", schedule=schedule)
-        return estimate(replace(recipe, change_model=follow))
+        return replace(simulator, recipe=replace(recipe, change_model=follow)).estimate(device_memory)
 
     return _plan_simulated(all_names, chains, kept, device_memory, simulated)
 
@@ -135,26 +130,17 @@ class _RankChain:
         return None if solution is None else solution.items
 
 
-@dataclass(frozen=True, slots=True)
-class _Peaks:
-    """Peaks of a simulation with all layers recomputed, in the order of the layers."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Simulated:
+    """Costs, forward work and peaks of layers that are all recomputed, in the order in which they run."""
 
+    costs: list[LayerCost]
+    work: list[float]
     forward: list[MemoryParts]
     backward: list[MemoryParts]
     start: MemoryParts
     end: MemoryParts
     sent: int
-
-    @classmethod
-    def of(cls, simulated: SimulatedMemory, names: Sequence[str]) -> _Peaks:
-        segments = simulated.segments
-        return cls(
-            [segments[layer_segment(name)] for name in names],
-            [segments[backward_segment(name)] for name in names],
-            segments["start"],
-            segments["end"],
-            simulated.memory.sent,
-        )
 
 
 def _measure(simulator: Simulator) -> list[_RankChain]:
@@ -164,11 +150,7 @@ def _measure(simulator: Simulator) -> list[_RankChain]:
     for rank in simulator.ranks:
         chain = None if stack is None else _extrapolated_chain(simulator, rank, stack)
         if chain is None:
-            costs, simulated = _simulate(simulator, rank, None)
-            names = list(costs)
-            work = [simulated.forward_work[layer_segment(name)] for name in names]
-            peaks = _Peaks.of(simulated, names)
-            chain = _chain_of(names, list(costs.values()), work, peaks, not simulator.gathers_layers)
+            chain = _chain_of(*_simulate(simulator, rank, None), has_segments=not simulator.gathers_layers)
         found.append(chain)
     return found
 
@@ -194,31 +176,17 @@ def _extrapolated_chain(simulator: Simulator, rank: int, stack: str) -> _RankCha
         runs = [_simulate(simulator, rank, (stack, unit * one)) for one in counts]
     except Exception:  # any error of a model that depends on its layers: the full run reports real ones
         return None
-    blocks = set()
-    for (costs, _), one in zip(runs, counts, strict=True):
-        indices = [all_names.index(name) for name in costs]
-        block = indices[0] // one
-        if indices != list(range(block * one, (block + 1) * one)):
-            return None  # several parts of the model
-        blocks.add(block)
-    if len(blocks) > 1:
-        return None
+    block = all_names.index(runs[0][0][0]) // few
+    if any(names != all_names[block * one : (block + 1) * one] for (names, _), one in zip(runs, counts, strict=True)):
+        return None  # several parts of the model
     share = (count - counts[0]) / (counts[1] - counts[0])
-    peaks = _extrapolated([_Peaks.of(simulated, list(costs)) for costs, simulated in runs], share, count)
-    costs, simulated = runs[-1]
-    shallow = list(costs)
-    like = [shallow[0], *([shallow[1]] * (count - 2)), shallow[-1]]
-    work = [simulated.forward_work[layer_segment(name)] for name in like]
-    block = blocks.pop()
+    deep = _extrapolated(*(simulated for _, simulated in runs), share, count)
     names = all_names[block * count : (block + 1) * count]
-    made = _chain_of(names, [costs[name] for name in like], work, peaks, not simulator.gathers_layers)
-    return replace(made, is_extrapolated=True)
+    return replace(_chain_of(names, deep, has_segments=not simulator.gathers_layers), is_extrapolated=True)
 
 
-def _simulate(
-    simulator: Simulator, rank: int, layers: tuple[str, int] | None
-) -> tuple[dict[str, LayerCost], SimulatedMemory]:
-    """Return the costs of the rank's layers, in the order in which they run, and the memory."""
+def _simulate(simulator: Simulator, rank: int, layers: tuple[str, int] | None) -> tuple[list[str], _Simulated]:
+    """Return the names of the rank's layers, in the order in which they run, and what was measured of them."""
     policies: list[MeasuredLayers] = []
 
     def measure_layers(model: nn.Module) -> None:
@@ -229,39 +197,50 @@ def _simulate(
 
     changed = replace(simulator, recipe=replace(simulator.recipe, change_model=measure_layers))
     simulated = changed.run(rank, layers, by_layer=True)
-    costs = policies[-1].local_costs
-    return {name: costs[name] for name in sorted(costs, key=lambda name: costs[name].position)}, simulated
+    costs, segments = policies[-1].local_costs, simulated.segments
+    names = sorted(costs, key=lambda name: costs[name].position)
+    return names, _Simulated(
+        costs=[costs[name] for name in names],
+        work=[simulated.forward_work[layer_segment(name)] for name in names],
+        forward=[segments[layer_segment(name)] for name in names],
+        backward=[segments[backward_segment(name)] for name in names],
+        start=segments["start"],
+        end=segments["end"],
+        sent=simulated.memory.sent,
+    )
 
 
-def _extrapolated(runs: Sequence[_Peaks], share: float, num_layers: int) -> _Peaks:
-    """Return the peaks of a model with more layers."""
-    few, more = runs
+def _extrapolated(few: _Simulated, more: _Simulated, share: float, num_layers: int) -> _Simulated:
+    """Return what is expected of a model with more layers."""
+
+    def repeated(values: list[T]) -> list[T]:
+        return [values[0], *([values[1]] * (num_layers - 2)), values[-1]]
 
     def all_layers(low: list[MemoryParts], high: list[MemoryParts]) -> list[MemoryParts]:
         first, second, before_last, last = (extrapolate(low[index], high[index], share) for index in (0, 1, -2, -1))
         inner = [extrapolate(second, before_last, float(one)) for one in np.linspace(0.0, 1.0, num_layers - 2)]
         return [first, *inner, last]
 
-    return _Peaks(
-        all_layers(few.forward, more.forward),
-        all_layers(few.backward, more.backward),
-        *(extrapolate(getattr(few, name), getattr(more, name), share) for name in ("start", "end", "sent")),
+    return _Simulated(
+        costs=repeated(more.costs),
+        work=repeated(more.work),
+        forward=all_layers(few.forward, more.forward),
+        backward=all_layers(few.backward, more.backward),
+        **{name: extrapolate(getattr(few, name), getattr(more, name), share) for name in ("start", "end", "sent")},
     )
 
 
-def _chain_of(
-    names: Sequence[str], costs: Sequence[LayerCost], work: Sequence[float], peaks: _Peaks, has_segments: bool
-) -> _RankChain:
-    """Return the chain of layers that were measured with all of them recomputed."""
+def _chain_of(names: Sequence[str], simulated: _Simulated, *, has_segments: bool) -> _RankChain:
+    costs = simulated.costs
     waiting = np.cumsum([cost.input_bytes * cost.num_live for cost in costs])
     has_many = any(cost.num_live > 1 for cost in costs)
     forward, backward = [], []
     for index, cost in enumerate(costs):
         held = int(waiting[-1] if has_many else waiting[index])
         output = costs[index + 1].input_bytes if index + 1 < len(costs) else 0
-        forward.append(peaks.forward[index].total - held - output)
-        backward.append(peaks.backward[index].total - held - cost.kept_bytes)
-    end = peaks.end.total - int(waiting[-1])
+        forward.append(simulated.forward[index].total - held - output)
+        backward.append(simulated.backward[index].total - held - cost.kept_bytes)
+    end = simulated.end.total - int(waiting[-1])
     fixed = max(0, min(*forward, *backward, end))
     stages = tuple(
         ChainStage(
@@ -269,20 +248,20 @@ def _chain_of(
             kept_bytes=cost.kept_bytes,
             forward_bytes=max(0, forward[index] - fixed),
             backward_bytes=max(0, backward[index] - fixed),
-            forward_time=max(work[index], 1e-12),
+            forward_time=max(simulated.work[index], 1e-12),
             num_live=cost.num_live,
             is_chained=has_segments and (not cost.num_unchained or index == 0),
         )
         for index, cost in enumerate(costs)
     )
-    every = [*peaks.forward, *peaks.backward, peaks.start, peaks.end]
+    every = [*simulated.forward, *simulated.backward, simulated.start, simulated.end]
     return _RankChain(
         names=tuple(names),
         chain=Chain(stages=stages, end=ChainStage(forward_bytes=max(0, end - fixed))),
         fixed_bytes=fixed,
         peak=max(every, key=lambda parts: parts.total),
-        start=peaks.start,
-        sent=peaks.sent,
+        start=simulated.start,
+        sent=simulated.sent,
     )
 
 

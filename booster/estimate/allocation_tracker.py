@@ -87,7 +87,8 @@ class AllocationTracker(TorchDispatchMode):
 
         def resize(storage: torch.UntypedStorage, num_bytes: int) -> Any:
             result = self._resize(storage, num_bytes)
-            self._resized(storage)
+            if storage._cdata in self._live:
+                self._set_size(storage._cdata, storage.nbytes())
             return result
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
@@ -174,10 +175,6 @@ class AllocationTracker(TorchDispatchMode):
         self._total += change
         if self._total > self._peak_total:
             self._peak_total, self._peak = self._total, dict(self.counts)
-
-    def _resized(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata in self._live:
-            self._set_size(storage._cdata, storage.nbytes())
 
     def _free(self, key: int) -> None:
         self._set_size(key, 0)

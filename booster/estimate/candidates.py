@@ -21,7 +21,7 @@ from booster.single_device import SingleDevicePlugin
 from booster.validation import size_from_text
 
 from .activation_plan import plan_activations
-from .estimate import MemoryEstimate, TrainingRecipe, estimate_recipe
+from .estimate import MemoryEstimate, Simulator, TrainingRecipe
 from .machine_profile import MachineProfile
 
 T = TypeVar("T")
@@ -116,27 +116,22 @@ def find_candidates(
         mixed_precision_from_name(str(mixed_precision))
     found: list[Candidate] = []
     for name in names:
-        if name == ONE_DEVICE:
-            all_settings: list[dict[str, Any]] = [{}]
-        else:
-            all_settings = [dict(settings)] if settings else plugin_class(name).settings_for(num_ranks)
-            if not all_settings and plugins != "all":  # one that computes another update is compared if it is named
-                all_settings = [{}]
-        for plugin_settings in all_settings:
-            found += _with_precision(
-                Candidate(plugin=name, settings=plugin_settings), num_ranks, mixed_precision, settings
-            )
+        all_settings = [dict(settings)] if settings else []
+        if not settings and name != ONE_DEVICE:
+            all_settings = plugin_class(name).settings_for(num_ranks)
+        if not all_settings and (name == ONE_DEVICE or plugins != "all"):  # one of another update only if it is named
+            all_settings = [{}]
+        for one in all_settings:
+            found += _with_precision(Candidate(plugin=name, settings=one), num_ranks, mixed_precision, settings)
     return [one for number, one in enumerate(found) if one not in found[:number]]
 
 
 def fastest(results: Sequence[CandidateResult]) -> CandidateResult | None:
     """Return the fastest candidate per batch that fits, or for which no device memory was given; None without times."""
-    timed = [
-        (one.seconds_per_batch, _total(one), index)
-        for index, one in enumerate(results)
-        if one.estimate is not None and one.estimate.fits is not False and one.seconds_per_batch is not None
-    ]
-    return results[min(timed)[2]] if timed else None  # type: ignore[type-var]  # no None among them
+    usable = [one for one in results if one.estimate is not None and one.estimate.fits is not False]
+    timed = {index: one.seconds_per_batch for index, one in enumerate(usable) if one.seconds_per_batch is not None}
+    best = min(timed, key=lambda index: (timed[index], _total(usable[index])), default=None)
+    return None if best is None else usable[best]
 
 
 def least_communication(results: Sequence[CandidateResult]) -> CandidateResult | None:
@@ -215,7 +210,6 @@ def estimate_candidate(
         "num_ranks": num_ranks,
         "settings": candidate.settings,
         "mixed_precision": candidate.mixed_precision,
-        "device_memory": device_memory,
         "profile": profile,
     }
     result = CandidateResult(candidate=candidate)
@@ -223,9 +217,11 @@ def estimate_candidate(
         with fake_world(num_ranks):
             dp_size = make_plugin(candidate).dp_size
         if plans_activations:
-            schedule, estimate = plan_activations(recipe, **given)
+            assert device_memory is not None
+            schedule, estimate = plan_activations(recipe, device_memory=device_memory, **given)
         else:
-            schedule, estimate = None, estimate_recipe(recipe, checkpoint=checkpoint, **given)
+            simulator = Simulator.of(recipe, **given)
+            schedule, estimate = None, simulator.estimate(device_memory, checkpoint=checkpoint)
         result = replace(result, estimate=estimate, dp_size=dp_size, schedule=schedule)
     except BoosterError as error:
         result = replace(result, reason=str(error))
@@ -274,6 +270,11 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
 
 
+def format_batches(count: int) -> str:
+    """Format the number of batches of a step: bytes and times of a step are comparable only with it."""
+    return "1 batch" if count == 1 else f"{count} batches"
+
+
 def format_table(results: Sequence[CandidateResult], best: CandidateResult | None = None) -> str:
     """Return a table with a row for each estimate, in one unit; empty if there is none.
 
@@ -285,11 +286,12 @@ def format_table(results: Sequence[CandidateResult], best: CandidateResult | Non
     if not found:
         return ""
     unit, size = _unit_for(max(_figures(one)[5] for one in found))
-    has_limit = found[0].estimate is not None and found[0].estimate.device_memory is not None
-    has_saves = found[0].estimate is not None and found[0].estimate.memory.checkpoint is not None
-    has_times = found[0].seconds_per_batch is not None
-    headings = [*_HEADINGS, *(_SAVE_HEADINGS if has_saves else ()), "groups", *(["step time"] if has_times else [])]
-    rows = [[*headings, *(["fits"] if has_limit else []), f"(sizes in {unit})"]]
+    first = found[0].estimate
+    assert first is not None
+    has_limit, has_saves = first.device_memory is not None, first.memory.checkpoint is not None
+    times, limits = ["step time"] * (first.step_time is not None), ["fits"] * has_limit
+    headings = [*_HEADINGS, *(_SAVE_HEADINGS if has_saves else ()), "groups", *times, *limits]
+    rows = [[*headings, f"(sizes in {unit})"]]
     best = best or fastest(results) or (least_communication(results) if has_limit else least_memory(results))
     for one in found:
         figures = [f"{figure / size:.2f}" for figure in _figures(one)]
@@ -343,12 +345,10 @@ def format_recommendation(results: Sequence[CandidateResult], device_memory: int
             f"no setting fits in {format_size(device_memory)}: {least.name} needs the least,"
             f" {format_size(least.estimate.total)}, which is {format_size(excess)} too much: {advice}"
         )
-    # Bytes per step are comparable only with the number of batches per step.
-    batches = "1 batch" if best.dp_size == 1 else f"{best.dp_size} batches"
     return (
         f"cheapest that fits, by bytes sent: {best.name}, {format_size(best.estimate.total)} of"
         f" {format_size(device_memory)}, {format_size(best.estimate.sent)} sent by a rank in a step, which trains with"
-        f" {batches}"
+        f" {format_batches(best.dp_size)}"
     )
 
 
@@ -357,10 +357,8 @@ def _format_fastest(
 ) -> str:
     time = estimate.step_time
     assert time is not None
-    batches = "1 batch" if result.dp_size == 1 else f"{result.dp_size} batches"
-    parts = (
-        f"{format_seconds(time.total)} a step of {batches}, of which the optimizer takes {format_seconds(time.step)}"
-    )
+    parts = f"{format_seconds(time.total)} a step of {format_batches(result.dp_size)}, of which the optimizer takes"
+    parts += f" {format_seconds(time.step)}"
     if time.exposed_communication:
         parts += f" and waits for communication {format_seconds(time.exposed_communication)}"
     if time.bubble:
@@ -388,9 +386,7 @@ def to_json(results: Sequence[CandidateResult]) -> list[dict[str, Any]]:
             "mixed_precision": one.candidate.mixed_precision,
             "peak": None if one.estimate is None else {**asdict(one.estimate.peak), "total": one.estimate.total},
             "memory": None if one.estimate is None else asdict(one.estimate.memory),
-            "step_time": None
-            if one.estimate is None or one.estimate.step_time is None
-            else one.estimate.step_time.total,
+            "step_time": one.estimate.step_time.total if one.estimate is not None and one.estimate.step_time else None,
             "dp_size": one.dp_size if one.estimate is not None else None,
             "fits": None if one.estimate is None else one.estimate.fits,
             "activation_schedule": None if one.schedule is None else one.schedule.to_json(),

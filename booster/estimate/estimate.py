@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
@@ -55,13 +55,9 @@ def _copy(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    # Dense, in the order of its strides: a view may have gaps, a copy has none.
-    given: tuple[int, ...] = tensor.stride()
-    order = sorted(range(tensor.dim()), key=lambda dim: (-given[dim], dim))
-    strides, step = [0] * tensor.dim(), 1
-    for dim in reversed(order):
-        strides[dim] = step
-        step *= tensor.shape[dim]
+    # Dense, in the order of its strides: a view may have gaps, a copy has none. Not by `empty_like` alone, whose result
+    # in a fake mode has values if the given tensor is not fake.
+    strides = torch.empty_like(tensor, device="meta").stride()
     return torch.empty_strided(tuple(tensor.shape), strides, dtype=tensor.dtype, device=device)
 
 
@@ -260,60 +256,19 @@ def estimate_memory(
         '8,405,248'
     """
     recipe = TrainingRecipe(model=model, batch=batch, optimizer=optimizer, criterion=criterion or default_criterion)
-    return estimate_recipe(
-        recipe,
-        plugin,
-        num_ranks=num_ranks,
-        settings=settings,
-        mixed_precision=mixed_precision,
-        device_memory=device_memory,
-        checkpoint=checkpoint,
-        profile=profile,
+    simulator = Simulator.of(
+        recipe, plugin, num_ranks=num_ranks, settings=settings, mixed_precision=mixed_precision, profile=profile
     )
+    return simulator.estimate(device_memory, checkpoint=checkpoint)
 
 
-def estimate_recipe(
-    recipe: TrainingRecipe,
-    plugin: str | Plugin | None,
-    *,
-    num_ranks: int | None = None,
-    settings: Mapping[str, Any] | None = None,
-    mixed_precision: str | MixedPrecision | None = None,
-    device_memory: int | None = None,
-    checkpoint: bool = False,
-    profile: MachineProfile | None = None,
-) -> MemoryEstimate:
-    """Return the estimate of a recipe that is reused for several plugins; see `estimate_memory`."""
-    if settings is not None and not isinstance(settings, Mapping):
+def check_num_bytes(name: str, value: Any) -> None:
+    """Raise `ConfigError` unless an argument is None, or a positive number of bytes."""
+    if value is not None and not (is_number(value) and value > 0):
         raise ConfigError(
-            f"settings={settings!r} is a {type(settings).__name__}: give the plugin's arguments by name, such as"
-            " {'stage': 2}, or omit it"
+            f"{name}={value!r} is not a positive number of bytes: give the memory of a device, such as 80 * 2**30, or"
+            " omit it"
         )
-    if device_memory is not None and not (is_number(device_memory) and device_memory > 0):
-        raise ConfigError(
-            f"device_memory={device_memory!r} is not a positive number of bytes: give the memory of a device, such as"
-            " 80 * 2**30, or omit it"
-        )
-    simulator = Simulator.of(recipe, plugin, num_ranks, settings, mixed_precision, profile)
-    if simulator.is_launched and checkpoint and simulator.num_ranks > 1:
-        raise ConfigError(
-            f"checkpoint=True was given with a {simulator.plugin} of a launched world of {simulator.num_ranks} ranks,"
-            " but what a rank saves depends on what other ranks hold: estimate by the plugin's name before the launch,"
-            " such as estimate_memory(model, 'low_level_zero', num_ranks=8, batch=batch, checkpoint=True)"
-        )
-    memories = [_estimate_rank(simulator, rank, checkpoint) for rank in simulator.ranks]
-    slowest = max((one.time for one in memories if one.time is not None), key=lambda time: time.total, default=None)
-    most = max(memories, key=lambda one: one.peak.total)
-    return MemoryEstimate(
-        plugin=simulator.plugin,
-        settings=dict(settings or {}),
-        num_ranks=simulator.num_ranks,
-        memory=replace(most, sent=max(one.sent for one in memories), time=slowest),
-        device_memory=device_memory,
-    )
-
-
-World = Callable[[int], AbstractContextManager[Plugin]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,14 +276,18 @@ class Simulator:
     """Simulation of a recipe's training under a plugin, on one rank at a time.
 
     Attributes:
-        world: Context of the plugin by rank.
+        make_plugin: Function that returns the plugin, in the current process group.
+        settings: Arguments of the plugin that were given by name.
         plugin: Class name of the plugin.
         ranks: Ranks that differ in memory: one of each pipeline stage, or this process's own in a launched world.
+        is_launched: Whether the plugin is one of the launched world, of which this process's own rank alone can be
+            simulated, without communication.
         axis_sizes: As of the plugin, as `layer_divisor` and `gathers_layers` are.
     """
 
     recipe: TrainingRecipe
-    world: World
+    make_plugin: Callable[[], Plugin]
+    settings: Mapping[str, Any] | None
     precision: MixedPrecision | None
     profile: MachineProfile | None
     plugin: str
@@ -344,19 +303,29 @@ class Simulator:
         cls,
         recipe: TrainingRecipe,
         plugin: str | Plugin | None,
-        num_ranks: int | None,
-        settings: Mapping[str, Any] | None,
-        mixed_precision: str | MixedPrecision | None,
-        profile: MachineProfile | None,
+        *,
+        num_ranks: int | None = None,
+        settings: Mapping[str, Any] | None = None,
+        mixed_precision: str | MixedPrecision | None = None,
+        profile: MachineProfile | None = None,
     ) -> Simulator:
         """Return the simulator of what `estimate_memory` is given.
 
         Raises:
             ConfigError: Arguments conflict, or a plugin of the launched world has pipeline stages.
         """
-        world = _world_of(plugin, num_ranks, settings, mixed_precision)
-        is_launched = isinstance(plugin, Plugin)  # then this process's own rank is the only one that can be simulated
-        with world(0) as made:
+        world_size = _check_world(plugin, num_ranks, settings)
+        is_launched = isinstance(plugin, Plugin)
+
+        def make_plugin() -> Plugin:
+            if isinstance(plugin, Plugin):
+                return plugin
+            if not plugin:
+                return SingleDevicePlugin()
+            return plugin_with_precision(plugin, mixed_precision, **(settings or {}))
+
+        with fake_collectives() if is_launched else fake_world(world_size):
+            made = make_plugin()
             precision, ranks = resolve_mixed_precision(mixed_precision, made), made.representative_ranks()
             if is_launched and len(ranks) > 1:
                 raise ConfigError(
@@ -367,11 +336,12 @@ class Simulator:
             fake.fake_headers.clear()
             return cls(
                 recipe=recipe,
-                world=world,
+                make_plugin=make_plugin,
+                settings=settings,
                 precision=precision,
                 profile=profile,
                 plugin=type(made).__name__,
-                num_ranks=group_size(),
+                num_ranks=world_size,
                 ranks=[group_rank()] if is_launched else ranks,
                 is_launched=is_launched,
                 axis_sizes=made.axis_sizes(),
@@ -382,7 +352,9 @@ class Simulator:
     def run(self, rank: int, layers: tuple[str, int] | None = None, **options: Any) -> SimulatedMemory:
         """Return the memory of a rank, with the first of a named list of layers only, if given; see `simulate`."""
         mode = new_fake_mode()
-        with self.world(rank) as plugin, _without_garbage_collection():
+        world = fake_collectives() if self.is_launched else fake_world(self.num_ranks, rank)
+        with world, _without_garbage_collection():
+            plugin = self.make_plugin()
             return simulate(
                 lambda: self.recipe.make_fake(mode, plugin.device, layers),
                 plugin,
@@ -393,6 +365,26 @@ class Simulator:
                 profile=self.profile,
                 **options,
             )
+
+    def estimate(self, device_memory: int | None = None, *, checkpoint: bool = False) -> MemoryEstimate:
+        """Return the estimate of the rank that needs the most; see `estimate_memory`."""
+        check_num_bytes("device_memory", device_memory)
+        if self.is_launched and checkpoint and self.num_ranks > 1:
+            raise ConfigError(
+                f"checkpoint=True was given with a {self.plugin} of a launched world of {self.num_ranks} ranks, but"
+                " what a rank saves depends on what other ranks hold: estimate by the plugin's name before the launch,"
+                " such as estimate_memory(model, 'low_level_zero', num_ranks=8, batch=batch, checkpoint=True)"
+            )
+        memories = [_estimate_rank(self, rank, checkpoint) for rank in self.ranks]
+        slowest = max((one.time for one in memories if one.time is not None), key=lambda time: time.total, default=None)
+        most = max(memories, key=lambda one: one.peak.total)
+        return MemoryEstimate(
+            plugin=self.plugin,
+            settings=dict(self.settings or {}),
+            num_ranks=self.num_ranks,
+            memory=replace(most, sent=max(one.sent for one in memories), time=slowest),
+            device_memory=device_memory,
+        )
 
 
 def _estimate_rank(simulator: Simulator, rank: int, checkpoint: bool) -> RankMemory:
@@ -444,20 +436,20 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _world_of(
-    plugin: str | Plugin | None,
-    num_ranks: int | None,
-    settings: Mapping[str, Any] | None,
-    precision: str | MixedPrecision | None,
-) -> World:
-    """Return a context of the plugin by rank, in a fake world, or that of a plugin object in the launched one."""
+def _check_world(plugin: str | Plugin | None, num_ranks: int | None, settings: Mapping[str, Any] | None) -> int:
+    """Return the world size that arguments ask for."""
+    if settings is not None and not isinstance(settings, Mapping):
+        raise ConfigError(
+            f"settings={settings!r} is a {type(settings).__name__}: give the plugin's arguments by name, such as"
+            " {'stage': 2}, or omit it"
+        )
     if isinstance(plugin, Plugin):
         if settings or num_ranks not in (None, group_size()):
             raise ConfigError(
                 f"plugin is a {type(plugin).__name__} with its own settings and world of {group_size()} ranks, but"
                 f" num_ranks={num_ranks!r}, settings={settings!r} were given too: give its name in place of the object"
             )
-        return partial(_in_world, lambda: plugin, None)
+        return group_size()
     if plugin is not None and not isinstance(plugin, str):
         raise ConfigError(
             f"plugin={plugin!r} is a {type(plugin).__name__}: give a Plugin, or a name such as 'low_level_zero'"
@@ -467,15 +459,4 @@ def _world_of(
         raise ConfigError(f"num_ranks={num_ranks!r} is not a positive int: give 1 or more")
     if plugin is None and world_size > 1:
         raise ConfigError(f"num_ranks={world_size} needs a plugin: give plugin=, such as 'torch_ddp'")
-
-    def make() -> Plugin:
-        return plugin_with_precision(plugin, precision, **(settings or {})) if plugin else SingleDevicePlugin()
-
-    return partial(_in_world, make, world_size)
-
-
-@contextmanager
-def _in_world(make: Callable[[], Plugin], num_ranks: int | None, rank: int) -> Iterator[Plugin]:
-    """Context of a plugin in a fake world, or in the launched one without communication if no size is given."""
-    with fake_collectives() if num_ranks is None else fake_world(num_ranks, rank):
-        yield make()
+    return world_size

@@ -58,13 +58,14 @@ _ALLOCATION, _NUM_ALLOCATIONS = 31 * 2**20, 4  # before a measurement
 _LEAST_SHARE = 0.1  # of a measured time that is left to the kernel when that of a call is subtracted
 
 
-def measure_machine(ranks_per_host: int) -> MachineProfile:
-    """Return the profile of the launched world; the slowest rank's times count.
+def measure_machine() -> MachineProfile:
+    """Return the profile of the launched world, with as many ranks on each host; the slowest rank's times count.
 
     Collective: every rank must call it. It takes about ten seconds.
     """
     device = current_device()
     scale = "cpu" if device.type == "cpu" else "accelerator"
+    ranks_per_host = _ranks_per_host()
     _warm_allocator(device)
     bare_call = _seconds_of(partial(torch.add, *_random(8, device, torch.float32)))
     operators = {
@@ -153,9 +154,13 @@ def _seconds_of(run: Callable[[], Any], *, computes: bool = True) -> float:
     return 1e-9 * max_of_numbers([max(1, round(1e9 * seconds))])[0]
 
 
+def _ranks_per_host() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", group_size()))
+
+
 def _ranks_per_core() -> float:
     """Return the number of ranks of this host for each of its cores, at least 1."""
-    return max(1.0, int(os.environ.get("LOCAL_WORLD_SIZE", group_size())) / num_cores())
+    return max(1.0, _ranks_per_host() / num_cores())
 
 
 # Operators. Each function returns the amount of work of a size, and the call.
@@ -216,20 +221,19 @@ _MEMORY_BOUND = {
 }
 
 
-class _KeptResults:
-    """A call whose last results are kept, as autograd keeps them: the next one is in memory that is not cached."""
+def _keeping_results(run: Callable[[], torch.Tensor]) -> Callable[[], None]:
+    """Return a call that keeps its last results, as autograd does: the next one is in memory that is not cached."""
+    kept: deque[torch.Tensor] = deque()
+    num_bytes = 0
 
-    def __init__(self, run: Callable[[], Any]) -> None:
-        self._run = run
-        self._kept: deque[torch.Tensor] = deque()
-        self._num_bytes = 0
+    def call() -> None:
+        nonlocal num_bytes
+        kept.append(run())
+        num_bytes += kept[-1].nbytes
+        while num_bytes > _KEPT_BYTES:
+            num_bytes -= kept.popleft().nbytes
 
-    def __call__(self) -> None:
-        result: torch.Tensor = self._run()
-        self._kept.append(result)
-        self._num_bytes += result.nbytes
-        while self._num_bytes > _KEPT_BYTES:
-            self._num_bytes -= self._kept.popleft().nbytes
+    return call
 
 
 def _curve(
@@ -242,7 +246,7 @@ def _curve(
     points: dict[float, float] = {}
     for size in sizes:
         amount, run = make(size, dtype, device)
-        measured = _seconds_of(_KeptResults(run))
+        measured = _seconds_of(_keeping_results(run))
         points[amount] = max(measured - bare_call, _LEAST_SHARE * measured)
     return Curve(tuple(sorted(points.items())))
 
@@ -319,47 +323,39 @@ def _measure_collectives(
             group = new_group_of_rows(rows)
             name = transport(group) if device.type == "cpu" else str(torch.distributed.get_backend(group))
             for operation, make in _COLLECTIVES.items():
-                yield _collective_speed(operation, make, group, device, payloads, num_hosts, name)
+                of_group = partial(make, device=device, group=group)
+                latency, per_byte = _latency(operation, of_group, payloads)
+                start, wait = of_group(payloads[-2])
+                yield CollectiveSpeed(
+                    operation=operation,
+                    num_ranks=size,
+                    num_hosts=num_hosts,
+                    transport=name,
+                    latency=latency,
+                    seconds_per_byte=per_byte,
+                    overlap=_overlap(start, wait, device),
+                )
             release_groups([group])
 
 
-def _collective_speed(
-    operation: str,
-    make: Callable[[int, torch.device, Any], _StartAndWait],
-    group: Any,
-    device: torch.device,
-    payloads: Sequence[int],
-    num_hosts: int,
-    transport_name: str,
-) -> CollectiveSpeed:
+def _latency(operation: str, make: Callable[[int], _StartAndWait], payloads: Sequence[int]) -> tuple[float, float]:
     volumes, seconds = [], []
     for num_bytes in payloads:
-        calls = [make(num_bytes, device, group) for _ in range(_NUM_BUFFERS)]
+        calls = [make(num_bytes) for _ in range(_NUM_BUFFERS)]
         start, wait = calls[0]
         with count_communication() as count:
             wait(start())
         volumes.append(max_of_numbers([max(count.sent[operation], count.received[operation])])[0])
-        seconds.append(_seconds_of(_in_turn(calls), computes=False))
-    latency, per_byte = fit_latency(volumes, seconds)
-    return CollectiveSpeed(
-        operation=operation,
-        num_ranks=group_size(group),
-        num_hosts=num_hosts,
-        transport=transport_name,
-        latency=latency,
-        seconds_per_byte=per_byte,
-        overlap=_overlap(*make(payloads[-2], device, group), device),
-    )
+        seconds.append(_seconds_of(partial(_run_next, itertools.cycle(calls)), computes=False))
+    return fit_latency(volumes, seconds)
 
 
 def _run(start: Callable[[], Any], wait: Callable[[Any], None]) -> None:
     wait(start())
 
 
-def _in_turn(calls: Sequence[_StartAndWait]) -> Callable[[], None]:
-    """Return a function that makes the next of the calls at each call."""
-    remaining = itertools.cycle(calls)
-    return lambda: _run(*next(remaining))
+def _run_next(calls: Iterator[_StartAndWait]) -> None:
+    _run(*next(calls))
 
 
 def fit_latency(volumes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -70,7 +70,8 @@ def operator_cost(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], r
     name = _name(func)
     given = list(iter_tensors((args, dict(kwargs))))
     written = [] if result is None else list(iter_tensors(result))
-    dtype = _compute_dtype((*given, *written))
+    floating = [one.dtype for one in (*given, *written) if one.is_floating_point() and one.dim() > 0]
+    dtype = str(floating[0] if floating else torch.float32).removeprefix("torch.")
     num_bytes = float(sum(map(_touched_bytes, (*given, *written))))
     flops, batch = _flops(func, name, args, kwargs, result)
     if flops:
@@ -121,11 +122,6 @@ def _touched_bytes(tensor: torch.Tensor) -> int:
     return numel * tensor.itemsize
 
 
-def _compute_dtype(tensors: Iterable[torch.Tensor]) -> str:
-    floating = [one.dtype for one in tensors if one.is_floating_point() and one.dim() > 0]
-    return str(floating[0] if floating else torch.float32).removeprefix("torch.")
-
-
 @cache
 def _byte_kind(func: Any) -> str:
     name = _name(func)
@@ -139,8 +135,7 @@ def _byte_kind(func: Any) -> str:
         return "special"
     if any(one in name for one in _REDUCTIONS):
         return "reduction"
-    is_inplace = any(one.alias_info is not None and one.alias_info.is_write for one in func._schema.arguments)
-    return "inplace" if is_inplace else "elementwise"
+    return "inplace" if func._schema.is_mutable else "elementwise"
 
 
 def _flops(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> tuple[float, int]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from booster.comm import CollectiveOp, group_size
+from booster.comm import CollectiveOp
 from booster.fault_tolerance.progress import is_in_phase
 from booster.interface import ModelWrapper, Plugin
 
@@ -170,13 +170,9 @@ class StepClock:
 
     def _seconds(self, operation: CollectiveOp, num_bytes: int) -> tuple[float, float]:
         """Return the time of an operation, and the part of computation that hides it."""
-        ranks = [dist.get_rank(), operation.peer] if operation.peer is not None else _ranks_of(operation.group)
+        group, peer = operation.group, operation.peer
+        ranks = dist.get_process_group_ranks(group) if peer is None else [dist.get_rank(), peer]
         hosts = {rank // self._profile.ranks_per_host for rank in ranks}
-        size = group_size(operation.group) if operation.peer is None else len(ranks)
         name = "send" if operation.name in _MESSAGES else operation.name
-        speed = self._profile.speed(name, size, len(hosts))
+        speed = self._profile.speed(name, len(ranks), len(hosts))
         return (0.0, 0.0) if speed is None else (speed.seconds(num_bytes), speed.overlap)
-
-
-def _ranks_of(group: dist.ProcessGroup | None) -> list[int]:
-    return list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)

@@ -16,7 +16,7 @@ from torch import nn
 from booster import Booster, ConfigError, checkpoint_activations
 from booster.core.activation_policy import policy_of
 from booster.estimate import TrainingRecipe, plan_activations
-from booster.estimate.estimate import estimate_recipe
+from booster.estimate.estimate import Simulator
 from booster.estimate.model_sources import load_model
 from booster.registry import plugin_class
 
@@ -75,12 +75,12 @@ def test_the_plan_fits_and_recomputes_little(layout, share):
     name, settings = CASES[layout]
     recipe = recipe_of()
     arguments = {"num_ranks": 2, "settings": settings}
-    kept = estimate_recipe(recipe, name, **arguments).total
+    kept = Simulator.of(recipe, name, **arguments).estimate().total
     with torch.device("meta"):
         layerwise = TrainingRecipe(
             model=checkpoint_activations(DeepModel()), batch=recipe.batch, criterion=recipe.criterion
         )
-    least = estimate_recipe(layerwise, name, **arguments).total
+    least = Simulator.of(layerwise, name, **arguments).estimate().total
     assert least < 0.8 * kept
     device_memory = round(least + share * (kept - least))
     schedule, estimate = plan_activations(recipe, name, device_memory=device_memory, **arguments)
@@ -128,7 +128,7 @@ def test_equal_layers_are_extrapolated(plugin, settings, share):
     source = load_model("llama-7b", batch=2, sequence=1024, dtype=torch.float32)
     recipe = TrainingRecipe(model=source.model, batch=source.batch, criterion=source.criterion)
     arguments = {"num_ranks": 4, "settings": settings}
-    kept = estimate_recipe(recipe, plugin, **arguments)
+    kept = Simulator.of(recipe, plugin, **arguments).estimate()
     device_memory = round(kept.memory.backward.total - share * kept.memory.backward.activations)
     assert kept.memory.step.total < device_memory < kept.total
     schedule, estimate = plan_activations(recipe, plugin, device_memory=device_memory, **arguments)
@@ -137,9 +137,8 @@ def test_equal_layers_are_extrapolated(plugin, settings, share):
     with torch.device("meta"):
         source = load_model("llama-7b", batch=2, sequence=1024, dtype=torch.float32)
     checkpoint_activations(source.model, "schedule", schedule=schedule)
-    full = estimate_recipe(
-        TrainingRecipe(model=source.model, batch=source.batch, criterion=source.criterion), plugin, **arguments
-    )
+    recipe = TrainingRecipe(model=source.model, batch=source.batch, criterion=source.criterion)
+    full = Simulator.of(recipe, plugin, **arguments).estimate()
     assert estimate.total == pytest.approx(full.total, rel=0.03)
     assert estimate.sent == pytest.approx(full.sent, rel=0.05)
 

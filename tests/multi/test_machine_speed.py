@@ -9,7 +9,7 @@ from harness import distributed
 from machine_profiles import short_measurement
 
 from booster.cli import main
-from booster.comm import all_gather_bytes, group_size
+from booster.comm import all_gather_bytes
 from booster.estimate import machine_speed
 from booster.estimate.machine_profile import BYTE_KINDS, FLOP_KINDS, load_profile
 
@@ -17,7 +17,7 @@ from booster.estimate.machine_profile import BYTE_KINDS, FLOP_KINDS, load_profil
 @distributed(world_size=2)
 def test_all_ranks_measure_one_profile():
     with short_measurement():
-        profile = machine_speed.measure_machine(group_size())
+        profile = machine_speed.measure_machine()
     assert len(all_gather_bytes(repr(profile).encode())[0]) == 1  # the slowest rank's times, on all of them
     assert set(profile.operators) == {*FLOP_KINDS, *BYTE_KINDS}
     assert set(profile.operators["matmul"]) == {"float32", "bfloat16"}
