@@ -15,9 +15,10 @@ Most tensors have one producer and operators that take them as they are, so that
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -51,15 +52,20 @@ class IntegerProgram:
     """Nodes with choices, and edges between them; see Note [Integer program]."""
 
     def __init__(self) -> None:
-        self._nodes: list[list[tuple[float, float]]] = []
+        self._states: dict[int, list[_State]] = {}
         self._edges: dict[tuple[int, int], Matrix] = {}
+        self._num_nodes = 0
 
     def add_node(self, costs: Iterable[float], memory: Iterable[float] | None = None) -> int:
         """Add a node with the cost and the memory of each choice, and return its index."""
-        given = [float(one) for one in costs]
-        held = [0.0] * len(given) if memory is None else [float(one) for one in memory]
-        self._nodes.append(list(zip(given, held, strict=True)))
-        return len(self._nodes) - 1
+        given, node = list(costs), self._num_nodes
+        held = [0.0] * len(given) if memory is None else list(memory)
+        self._states[node] = [
+            _State(float(cost), float(own), ((node, index),))
+            for index, (cost, own) in enumerate(zip(given, held, strict=True))
+        ]
+        self._num_nodes += 1
+        return node
 
     def add_edge(self, source: int, target: int, costs: Any) -> None:
         """Add an edge between two nodes with the cost of each pair of choices; `math.inf` excludes a pair."""
@@ -69,27 +75,16 @@ class IntegerProgram:
         before = self._edges.get((source, target))
         self._edges[source, target] = matrix.copy() if before is None else before + matrix
 
-    def reduce(self) -> ReducedProgram | None:
-        """Return the smaller program with the same optimum, or None if no choices fit to each other."""
-        kept = {node: np.ones(len(one), dtype=bool) for node, one in enumerate(self._nodes)}
+    def reduce(self) -> bool:
+        """Make the program smaller, with the same optimum; return False, without a change, if no choices fit."""
+        kept = {node: np.ones(len(one), dtype=bool) for node, one in self._states.items()}
         if not _remove_excluded(kept, self._edges):
-            return None
-        states = {
-            node: [_State(*one[index], ((node, index),)) for index in np.flatnonzero(kept[node]).tolist()]
-            for node, one in enumerate(self._nodes)
-        }
-        edges = {(u, v): matrix[np.ix_(kept[u], kept[v])] for (u, v), matrix in self._edges.items()}
-        _merge(states, edges)
-        return ReducedProgram(len(self._nodes), states, edges)
-
-
-class ReducedProgram:
-    """Program whose nodes are merged; see Note [Integer program]."""
-
-    def __init__(
-        self, num_nodes: int, states: Mapping[int, list[_State]], edges: Mapping[tuple[int, int], Matrix]
-    ) -> None:
-        self._num_nodes, self._states, self._edges = num_nodes, states, edges
+            return False
+        for node, one in self._states.items():
+            self._states[node] = [state for state, is_kept in zip(one, kept[node], strict=True) if is_kept]
+        self._edges = {(u, v): matrix[np.ix_(kept[u], kept[v])] for (u, v), matrix in self._edges.items()}
+        _merge(self._states, self._edges)
+        return True
 
     def solve(
         self, *, memory_budget: float | None = None, allowed: Mapping[int, Iterable[int]] | None = None
@@ -107,7 +102,13 @@ class ReducedProgram:
             if any(key in given and choice not in given[key] for key, choice in state.choices)
         }
         chosen = _optimize(self._states, self._edges, memory_budget, forbidden)
-        return None if chosen is None else self._solution(chosen)
+        if chosen is None:
+            return None
+        taken = [self._states[node][state] for node, state in chosen.items()]
+        choices = dict(pair for one in taken for pair in one.choices)
+        cost = sum(one.cost for one in taken)
+        cost += sum(float(matrix[chosen[u], chosen[v]]) for (u, v), matrix in self._edges.items())
+        return Solution(tuple(choices[node] for node in range(self._num_nodes)), cost, sum(one.memory for one in taken))
 
     def least_memory(self, allowed: Mapping[int, Iterable[int]] | None = None) -> float:
         """Return the memory of the allowed choices that need the least.
@@ -115,20 +116,13 @@ class ReducedProgram:
         Raises:
             ConfigError: scipy is not installed.
         """
-        states = {
-            node: [_State(state.memory, state.memory, state.choices) for state in one]
-            for node, one in self._states.items()
+        costs_memory = copy.copy(self)
+        costs_memory._states = {
+            node: [replace(state, cost=state.memory) for state in one] for node, one in self._states.items()
         }
-        edges = {key: np.where(np.isinf(matrix), math.inf, 0.0) for key, matrix in self._edges.items()}
-        found = ReducedProgram(self._num_nodes, states, edges).solve(allowed=allowed)
+        costs_memory._edges = {key: np.where(np.isinf(one), math.inf, 0.0) for key, one in self._edges.items()}
+        found = costs_memory.solve(allowed=allowed)
         return math.inf if found is None else found.memory
-
-    def _solution(self, chosen: Mapping[int, int]) -> Solution:
-        taken = [self._states[node][state] for node, state in chosen.items()]
-        choices = dict(pair for one in taken for pair in one.choices)
-        cost = sum(one.cost for one in taken)
-        cost += sum(float(matrix[chosen[u], chosen[v]]) for (u, v), matrix in self._edges.items())
-        return Solution(tuple(choices[node] for node in range(self._num_nodes)), cost, sum(one.memory for one in taken))
 
 
 def _remove_excluded(kept: dict[int, NDArray[np.bool_]], edges: Mapping[tuple[int, int], Matrix]) -> bool:
@@ -248,20 +242,15 @@ def _add_edge(rows: list[_Row], costs: list[float], matrix: Matrix, u: int, v: i
     """Add an edge's constraints, and the products of choices as variables if it has costs."""
     fits = np.isfinite(matrix)
     if not matrix[fits].any():
-        for index in range(matrix.shape[0]):
-            others = {v + int(j): -1.0 for j in np.flatnonzero(fits[index])}
-            rows.append(({u + index: 1.0, **others}, -math.inf, 0.0))
-        for index in range(matrix.shape[1]):
-            others = {u + int(i): -1.0 for i in np.flatnonzero(fits[:, index])}
-            rows.append(({v + index: 1.0, **others}, -math.inf, 0.0))
+        for side, other, pairs in ((u, v, fits), (v, u, fits.T)):
+            for index, fitting in enumerate(pairs):
+                others = {other + int(j): -1.0 for j in np.flatnonzero(fitting)}
+                rows.append(({side + index: 1.0, **others}, -math.inf, 0.0))
         return
-    products: dict[tuple[int, int], int] = {}
-    for i, j in np.argwhere(fits).tolist():
-        products[i, j] = len(costs)
-        costs.append(float(matrix[i, j]))
-    for index in range(matrix.shape[0]):
-        own = {column: 1.0 for (i, _), column in products.items() if i == index}
-        rows.append(({**own, u + index: -1.0}, 0.0, 0.0))
-    for index in range(matrix.shape[1]):
-        own = {column: 1.0 for (_, j), column in products.items() if j == index}
-        rows.append(({**own, v + index: -1.0}, 0.0, 0.0))
+    products = np.zeros(matrix.shape, dtype=int)
+    products[fits] = range(len(costs), len(costs) + int(fits.sum()))
+    costs += matrix[fits].tolist()
+    for side, pairs, columns in ((u, fits, products), (v, fits.T, products.T)):
+        for index, fitting in enumerate(pairs):
+            own = dict.fromkeys(columns[index][fitting].tolist(), 1.0)
+            rows.append(({**own, side + index: -1.0}, 0.0, 0.0))

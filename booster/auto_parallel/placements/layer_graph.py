@@ -25,6 +25,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from booster.core.layer_stacks import find_stacks, stack_layer_of
 from booster.core.model_wrapper import call_with_batch
@@ -77,11 +78,7 @@ class Operand:
 
 def with_operands(tree: Any, values: Sequence[Any]) -> Any:
     """Return arguments of an operator with values in the places of its tensors."""
-    if isinstance(tree, Operand):
-        return values[tree.index]
-    if isinstance(tree, dict):
-        return {key: with_operands(one, values) for key, one in tree.items()}
-    return type(tree)(with_operands(one, values) for one in tree) if isinstance(tree, (list, tuple)) else tree
+    return tree_map_only(Operand, lambda one: values[one.index], tree)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -162,11 +159,6 @@ def is_linear(module: nn.Module) -> bool:
         return "weight" in module._parameters
     weight = module._parameters.get("weight")
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and weight is not None and weight.dim() == 2
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Whether a linear layer's weight is (inputs, outputs)."""
-    return not isinstance(module, nn.Linear)
 
 
 def is_embedding(module: nn.Module) -> bool:
@@ -286,30 +278,19 @@ class _Recorder(TorchDispatchMode):
         results = [result] if isinstance(result, torch.Tensor) else list(iter_tensors(result))
         if results:
             counter = iter(range(len(given)))
-            arguments = map_tensors(lambda _: Operand(next(counter)), (tuple(args), dict(kwargs)))
+            arguments = map_tensors(lambda _: Operand(next(counter)), {"args": tuple(args), "kwargs": dict(kwargs)})
             returned = iter(range(len(results)))
-            node = self._node(
-                "operator",
-                inputs,
-                shapes,
-                func=func,
-                args=arguments[0],
-                kwargs=arguments[1],
-                result=map_tensors(lambda _: Operand(next(returned)), result),
-            )
-            self._write(node, results)
+            places = map_tensors(lambda _: Operand(next(returned)), result)
+            self._write(self._node("operator", inputs, shapes, func=func, result=places, **arguments), results)
         return result
 
     def leaf(self, tensor: torch.Tensor) -> None:
-        """Record an input."""
         self._write(self._node("leaf", [], []), [tensor])
 
     def value_of(self, tensor: torch.Tensor) -> Value | None:
-        """Return what a tensor is in the graph."""
         return self._values.get(id(tensor))
 
     def end_forward(self) -> None:
-        """Record what follows as backward."""
         self._is_backward, self.layer = True, ""
 
     def site(self, tensor: torch.Tensor, site: Site, name: str, *, is_backward: bool) -> torch.Tensor:
@@ -320,8 +301,8 @@ class _Recorder(TorchDispatchMode):
             copy = tensor.clone()
         finally:
             self._is_paused = False
-        node = self._node("site", [source], [TensorShape.of(tensor)], site=site, name=name)
-        node.is_backward = is_backward
+        shape = TensorShape.of(tensor)
+        node = self._node("site", [source], [shape], site=site, name=name, is_backward=is_backward)
         self._roots[storage_key(copy)] = self._storage(tensor)
         self._write(node, [copy])
         return copy
@@ -329,29 +310,18 @@ class _Recorder(TorchDispatchMode):
     def shared_site(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the output of the site of a tensor that linear layers read: one per tensor."""
         if id(tensor) not in self._shared:
-            self._shared[id(tensor)] = (tensor, _Site.apply(tensor, self, "shared", "", _pass))
+            self._shared[id(tensor)] = (tensor, _Site.apply(tensor, self, "shared", ""))
         return self._shared[id(tensor)][1]
 
     def gradient(self, name: str, tensor: torch.Tensor) -> None:
-        """Record the gradient of a parameter."""
-        node = self._node("gradient", [self._read(tensor)], [TensorShape.of(tensor)], name=name)
-        node.outputs, node.layer = [TensorShape.of(tensor)], self._layers[name]
-        node.storages = [self._storage(tensor)]
+        shapes, storages = [TensorShape.of(tensor)], [self._storage(tensor)]
+        given = {"name": name, "layer": self._layers[name], "outputs": shapes, "storages": storages}
+        self._node("gradient", [self._read(tensor)], shapes, **given)
 
-    def _node(
-        self, kind: Any, inputs: list[Value | None], shapes: list[TensorShape], *, site: Site = "", **given: Any
-    ) -> Node:
-        node = Node(
-            kind=kind,
-            inputs=inputs,
-            input_shapes=shapes,
-            is_backward=self._is_backward,
-            layer=self.layer,
-            site=site,
-            **given,
-        )
-        self.nodes.append(node)
-        return node
+    def _node(self, kind: Any, inputs: list[Value | None], shapes: list[TensorShape], **given: Any) -> Node:
+        position = {"is_backward": self._is_backward, "layer": self.layer}
+        self.nodes.append(Node(kind=kind, inputs=inputs, input_shapes=shapes, **(position | given)))
+        return self.nodes[-1]
 
     def _read(self, tensor: torch.Tensor) -> Value | None:
         name = self._names.get(id(tensor))
@@ -359,8 +329,7 @@ class _Recorder(TorchDispatchMode):
             if not self._is_backward:
                 self.users.setdefault(name, set()).add(self.calls[-1] if self.calls else "")
             if id(tensor) not in self._values:
-                node = self._node("parameter", [], [], name=name)
-                node.layer, node.is_backward = self._layers[name], False
+                node = self._node("parameter", [], [], name=name, layer=self._layers[name], is_backward=False)
                 self._write(node, [tensor])
         return self._values.get(id(tensor))
 
@@ -383,7 +352,12 @@ class _Site(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, tensor: torch.Tensor, recorder: _Recorder, site: Site, name: str, at_backward: Callable[[], None]
+        ctx: Any,
+        tensor: torch.Tensor,
+        recorder: _Recorder,
+        site: Site,
+        name: str,
+        at_backward: Callable[[], object] = lambda: None,
     ) -> torch.Tensor:
         ctx.recorder, ctx.site, ctx.name, ctx.at_backward = recorder, site, name, at_backward
         return recorder.site(tensor, site, name, is_backward=False)
@@ -395,26 +369,20 @@ class _Site(torch.autograd.Function):
         return copy, None, None, None, None
 
 
-def _pass() -> None:
-    """Do nothing after a site's backward."""
-
-
 @contextmanager
 def _hooks(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
     """Insert sites into a model, and record the gradients of its parameters."""
     modules = dict(model.named_modules())
-    layers = [name for stack in find_stacks(model) for name in stack]
+    scopes = [(modules[name], _LayerScope(name, recorder)) for stack in find_stacks(model) for name in stack]
+    sites = [
+        (module, _ModuleSites(name, recorder))
+        for name, module in modules.items()
+        if is_linear(module) or is_embedding(module)
+    ]
     with ExitStack() as stack:
-        scopes = [_LayerScope(name, recorder) for name in layers]
-        for scope, name in zip(scopes, layers, strict=True):
-            layer = modules[name]
-            stack.callback(layer.register_forward_pre_hook(scope.enter, with_kwargs=True).remove)
-            stack.callback(layer.register_forward_hook(scope.leave).remove)
-        for name, module in modules.items():
-            if is_linear(module) or is_embedding(module):
-                sites = _ModuleSites(name, recorder, has_site_at_input=is_linear(module))
-                stack.callback(module.register_forward_pre_hook(sites.enter, with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(sites.leave).remove)
+        for module, hooks in (*scopes, *sites):
+            stack.callback(module.register_forward_pre_hook(hooks.enter, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(hooks.leave).remove)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 stack.callback(parameter.register_hook(partial(recorder.gradient, name)).remove)
@@ -434,11 +402,11 @@ class _LayerScope:
         return self._mark((args, kwargs), self._end_backward, counts=True)
 
     def leave(self, module: nn.Module, args: Any, outputs: Any) -> Any:
-        marked = self._mark(outputs, self._begin_backward)
+        marked = self._mark(outputs, partial(setattr, self._recorder, "layer", self._name))
         self._recorder.layer = self._outer
         return marked
 
-    def _mark(self, tree: Any, at_backward: Callable[[], None], *, counts: bool = False) -> Any:
+    def _mark(self, tree: Any, at_backward: Callable[[], object], *, counts: bool = False) -> Any:
         def mark(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.requires_grad:
                 return tensor
@@ -447,9 +415,6 @@ class _LayerScope:
             return marked
 
         return map_tensors(mark, tree)
-
-    def _begin_backward(self) -> None:
-        self._recorder.layer = self._name
 
     def _end_backward(self) -> None:
         self._num_open -= 1
@@ -460,22 +425,21 @@ class _LayerScope:
 class _ModuleSites:
     """Hooks of a linear layer or an embedding, which insert sites at its input and output."""
 
-    def __init__(self, name: str, recorder: _Recorder, *, has_site_at_input: bool) -> None:
+    def __init__(self, name: str, recorder: _Recorder) -> None:
         self._name, self._recorder = name, recorder
-        self._has_site_at_input = has_site_at_input
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._recorder.calls.append(self._name)
-        if not self._has_site_at_input or not args or not isinstance(args[0], torch.Tensor):
+        if not is_linear(module) or not args or not isinstance(args[0], torch.Tensor):
             return None
         shared = self._recorder.shared_site(args[0])
-        return (_Site.apply(shared, self._recorder, "input", self._name, _pass), *args[1:]), kwargs
+        return (_Site.apply(shared, self._recorder, "input", self._name), *args[1:]), kwargs
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         self._recorder.calls.pop()
         if not isinstance(output, torch.Tensor):
             return output
-        return _Site.apply(output, self._recorder, "output", self._name, _pass)
+        return _Site.apply(output, self._recorder, "output", self._name)
 
 
 def _kinds(nodes: list[Node]) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
@@ -494,28 +458,14 @@ def _kinds(nodes: list[Node]) -> tuple[dict[str, int], dict[str, tuple[str, ...]
 
 
 def _signature(nodes: list[Node], layer: str, indices: list[int]) -> tuple[Any, ...]:
-    """Return what layers of a kind have in common."""
     place = {index: number for number, index in enumerate(indices)}
     found: list[Any] = []
-    for index in indices:
-        node = nodes[index]
+    for node in map(nodes.__getitem__, indices):
         sources = [
             None if one is None else (place[one.node], one.output) if one.node in place else "outside"
             for one in node.inputs
         ]
-        name = node.name.removeprefix(layer)
-        found.append(
-            (
-                node.kind,
-                str(node.func),
-                name,
-                node.site,
-                node.is_backward,
-                tuple(map(str, sources)),
-                tuple(node.outputs),
-                tuple(node.input_shapes),
-                repr(node.args),
-                repr(sorted(node.kwargs.items(), key=lambda item: item[0])),
-            )
-        )
+        operator = (node.kind, str(node.func), repr(node.args), repr(sorted(node.kwargs.items())))
+        position = (node.name.removeprefix(layer), node.site, node.is_backward, tuple(map(str, sources)))
+        found.append((operator, position, tuple(node.outputs), tuple(node.input_shapes)))
     return tuple(found)

@@ -201,7 +201,9 @@ def one_step_conversions(
             if operation == "slice" or axis.size == 1:
                 yield ConversionStep("slice", index, placements, 0, axis.copy.seconds(2 * kept))
                 continue
-            sent = _sent(operation, held, axis.size)
+            sent = held * (axis.size - 1)
+            if operation != "all_gather":
+                sent = (2 if operation == "all_reduce" else 1) * sent // axis.size
             yield ConversionStep(operation, index, placements, sent, axis.seconds(operation, sent))
 
 
@@ -211,13 +213,6 @@ def _operation(before: Placement, after: Placement) -> str:
     if isinstance(before, Shard):
         return "all_gather" if isinstance(after, Replicate) else "all_to_all"
     return "slice"
-
-
-def _sent(operation: str, held: int, size: int) -> int:
-    """Return the bytes that a rank with a shard of `held` bytes sends."""
-    if operation == "all_gather":
-        return held * (size - 1)
-    return (2 if operation == "all_reduce" else 1) * held * (size - 1) // size
 
 
 @lru_cache(maxsize=4096)

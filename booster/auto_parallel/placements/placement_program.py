@@ -14,7 +14,7 @@ An activation that backward reads takes memory as its operator places it, once f
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -149,13 +149,11 @@ class PlacementProgram:
             self._add(index, node)
         self._add_styles()
 
-    def is_partial_gradient(self, name: str, solution: Solution) -> bool:
-        """Whether the gradient of a parameter is all-reduced."""
+    def partial_gradients(self, solution: Solution) -> Iterator[str]:
+        """Yield the names of the parameters whose gradients are all-reduced."""
         for index, node in self._graph.kept():
-            if node.kind == "gradient" and node.name == name:
-                strategy = self._choices[index].strategies[solution.choices[self._variables[index]]]
-                return strategy.inputs[0] == PARTIAL
-        return False
+            if node.kind == "gradient" and self._strategy(index, solution).inputs[0] == PARTIAL:
+                yield node.name
 
     def style_of(self, name: str, solution: Solution) -> ModuleStyle:
         """Return the style of a module in a solution."""
@@ -168,28 +166,31 @@ class PlacementProgram:
 
     def joined_modules(self, solution: Solution) -> list[frozenset[str]]:
         """Return the modules of each group that hands on sharded tensors, or shares a sharded weight."""
-        group: dict[int, int] = {}
+        group: dict[int | str, int | str] = {}  # of nodes, and of modules, whose sites are in one group
 
-        def root(index: int) -> int:
-            while group.setdefault(index, index) != index:
-                index = group[index]
-            return index
+        def root(index: int) -> int | str:
+            node = self._graph.nodes[index]
+            found = node.name if node.site in ("input", "output") else index
+            while group.setdefault(found, found) != found:
+                found = group[found]
+            return found
 
         for index, node in self._graph.kept():
             if node.is_backward or node.kind == "gradient":
                 continue
-            strategy = self._choices[index].strategies[solution.choices[self._variables[index]]]
-            for value, placement in zip(node.inputs, strategy.inputs, strict=True):
+            for value, placement in zip(node.inputs, self._strategy(index, solution).inputs, strict=True):
                 if value is not None and value.node in self._choices and placement.kind == "sharded":
                     group[root(index)] = root(value.node)
-        members: dict[int, set[str]] = {}
+        members: dict[int | str, set[str]] = {}
         for index, node in self._graph.kept():
-            if node.kind == "site" and not node.is_backward and node.site in ("input", "output") and index in group:
+            if node.site in ("input", "output") and not node.is_backward and node.name in group:
                 members.setdefault(root(index), set()).add(node.name)
-        return _joined(members.values())
+        return [frozenset(one) for one in members.values()]
+
+    def _strategy(self, index: int, solution: Solution) -> Strategy:
+        return self._choices[index].strategies[solution.choices[self._variables[index]]]
 
     def _add(self, index: int, node: Node) -> None:
-        """Add a node with its edges."""
         options = [self._options(node, value) for value in node.inputs]
         if node.kind == "operator":
             given = [(REPLICATED,)] * len(options) if self._writes_into_view(node) else options
@@ -199,9 +200,10 @@ class PlacementProgram:
         elif node.kind == "parameter":
             choices = self._parameter(node)
         elif node.kind == "site":
-            choices = self._site(node, options[0])
+            pairs = [(before, after) for before in options[0] for after in self._conversions(node, before)]
+            choices = self._converting(node, pairs)
         elif node.kind == "gradient":
-            choices = self._gradient(node, options[0])
+            choices = self._converting(node, [(one, _summed(one)) for one in options[0]])
         else:
             choices = _Choices([Strategy((), (REPLICATED,) * len(node.outputs))], [0.0])
         count = self._graph.count(node)
@@ -216,7 +218,7 @@ class PlacementProgram:
         for value in {self._graph.loss, *self._graph.outputs}:
             if value.node == index and module_before(self._graph, value) not in self._heads:
                 fits = [[one == REPLICATED] for one in choices.outputs(value.output)]
-                self.program.add_edge(self._variables[index], self.program.add_node([0.0]), _excluding(fits))
+                self._require(self._variables[index], self.program.add_node([0.0]), fits)
 
     def _options(self, node: Node, value: Value | None) -> list[TensorPlacement]:
         """Return the placements in which a node may get a value."""
@@ -232,7 +234,12 @@ class PlacementProgram:
         read = [one.inputs[position] for one in self._choices[index].strategies]
         crosses = source.layer != node.layer
         fits = [[a == b and not (crosses and a != REPLICATED) for b in read] for a in made]
-        self.program.add_edge(self._variables[value.node], self._variables[index], _excluding(fits))
+        self._require(self._variables[value.node], self._variables[index], fits)
+
+    def _require(self, source: int, target: int, fits: Sequence[Sequence[bool]]) -> None:
+        """Add an edge that excludes the pairs of choices that do not fit."""
+        is_fit = np.array(fits, dtype=bool).reshape(len(fits), -1)
+        self.program.add_edge(source, target, np.where(is_fit, 0.0, math.inf))
 
     def _parameter(self, node: Node) -> _Choices:
         placements = list(dict.fromkeys(self._weights.get(node.name) or self._biases.get(node.name) or [REPLICATED]))
@@ -246,8 +253,7 @@ class PlacementProgram:
             [one * held for one in elements],
         )
 
-    def _site(self, node: Node, options: Sequence[TensorPlacement]) -> _Choices:
-        pairs = [(before, after) for before in options for after in self._conversions(node, before)]
+    def _converting(self, node: Node, pairs: Sequence[tuple[TensorPlacement, TensorPlacement]]) -> _Choices:
         shape = node.input_shapes[0]
         return _Choices(
             [Strategy((before,), (after,)) for before, after in pairs],
@@ -273,14 +279,6 @@ class PlacementProgram:
         elif is_last and (node.site, node.is_backward) in (("output", False), ("input", True)):
             yield REPLICATED
 
-    def _gradient(self, node: Node, options: Sequence[TensorPlacement]) -> _Choices:
-        pairs = [(one, REPLICATED if one == PARTIAL else one) for one in options]
-        shape = node.input_shapes[0]
-        return _Choices(
-            [Strategy((before,), (after,)) for before, after in pairs],
-            [self._costs.conversion(shape, before, after) for before, after in pairs],
-        )
-
     def _activation_memory(self, index: int, node: Node, strategies: Sequence[Strategy]) -> list[float]:
         """Return the bytes of activations that a node makes and backward reads, for each strategy."""
         kept = self._kept.get(index, ())
@@ -299,14 +297,11 @@ class PlacementProgram:
 
     def _writes_into_view(self, node: Node) -> bool:
         """Whether an in-place operator changes the values of tensors that it does not read."""
-        written = [one.alias_info is not None and one.alias_info.is_write for one in node.func._schema.arguments]
-        if not any(written) or not node.inputs or node.inputs[0] is None:
+        if not node.func._schema.is_mutable or not node.inputs or node.inputs[0] is None:
             return False
         source = self._graph.nodes[node.inputs[0].node]
         before = [self._graph.nodes[one.node] for one in source.inputs if one is not None]
-        is_inplace = source.func is not None and any(
-            one.alias_info is not None and one.alias_info.is_write for one in source.func._schema.arguments
-        )
+        is_inplace = source.func is not None and source.func._schema.is_mutable
         return not is_inplace and any(set(one.storages) & set(source.storages) for one in before)
 
     def _bias_options(self, model: nn.Module) -> dict[str, list[TensorPlacement]]:
@@ -328,39 +323,22 @@ class PlacementProgram:
             variable = self.styles[name] = self.program.add_node([0.0] * len(module.styles))
             weights = self._choices[parameters[module.weight]].outputs(0)
             fits = [[style.weight == one for one in weights] for style in module.styles]
-            self.program.add_edge(variable, self._variables[parameters[module.weight]], _excluding(fits))
+            self._require(variable, self._variables[parameters[module.weight]], fits)
         for index, node in self._graph.kept():
             if node.kind == "site" and not node.is_backward and node.name in self._modules:
-                self._connect_style(index, node)
+                strategies = self._choices[index].strategies
+                are_fit = ModuleStyle.fits_input if node.site == "input" else ModuleStyle.fits_output
+                styles = self._modules[node.name].styles
+                fits = [[are_fit(style, one.inputs[0], one.outputs[0]) for one in strategies] for style in styles]
+                self._require(self.styles[node.name], self._variables[index], fits)
             elif node.kind == "gradient" and node.name in parameters:
-                self._connect_gradient(index, parameters[node.name])
-
-    def _connect_style(self, index: int, node: Node) -> None:
-        strategies = self._choices[index].strategies
-        styles = self._modules[node.name].styles
-        are_fit = ModuleStyle.fits_input if node.site == "input" else ModuleStyle.fits_output
-        fits = [[are_fit(style, one.inputs[0], one.outputs[0]) for one in strategies] for style in styles]
-        self.program.add_edge(self.styles[node.name], self._variables[index], _excluding(fits))
-
-    def _connect_gradient(self, index: int, parameter: int) -> None:
-        held = [REPLICATED if one == PARTIAL else one for one in self._choices[parameter].outputs(0)]
-        final = [one.outputs[0] for one in self._choices[index].strategies]
-        fits = [[a == b for b in final] for a in held]
-        self.program.add_edge(self._variables[parameter], self._variables[index], _excluding(fits))
+                held = map(_summed, self._choices[parameters[node.name]].outputs(0))
+                fits = [[one == final for final in self._choices[index].outputs(0)] for one in held]
+                self._require(self._variables[parameters[node.name]], self._variables[index], fits)
 
 
-def _joined(groups: Iterable[set[str]]) -> list[frozenset[str]]:
-    """Return groups without common members."""
-    found: list[frozenset[str]] = []
-    for group in groups:
-        met = [one for one in found if one & group]
-        found = [one for one in found if not one & group] + [frozenset(group).union(*met)]
-    return found
-
-
-def _excluding(fits: Sequence[Sequence[bool]]) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-    """Return the costs of an edge that excludes pairs of choices."""
-    return np.where(np.array(fits, dtype=bool).reshape(len(fits), -1), 0.0, math.inf)
+def _summed(placement: TensorPlacement) -> TensorPlacement:
+    return REPLICATED if placement == PARTIAL else placement
 
 
 def _kept_storages(graph: LayerGraph) -> Mapping[int, tuple[int, ...]]:

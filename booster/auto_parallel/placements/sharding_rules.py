@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
-from torch.distributed.tensor.placement_types import Placement
+from torch.utils._pytree import tree_leaves
 
 from booster.errors import ConfigError
 
@@ -104,7 +104,8 @@ class ShardingRules:
 
     def strategies(self, node: Node, options: Sequence[Iterable[TensorPlacement]]) -> list[Strategy]:
         """Return the strategies of an operator whose inputs may each have some placements."""
-        found = [] if any(REPLICATED not in one for one in options) else [self._replicated(node)]
+        replicated = Strategy((REPLICATED,) * len(node.inputs), (REPLICATED,) * len(node.outputs))
+        found = [replicated] if all(REPLICATED in one for one in options) else []
         for inputs in _combinations(node, [tuple(one) for one in options]):
             if all(one == REPLICATED for one in inputs):
                 continue
@@ -118,9 +119,6 @@ class ShardingRules:
                 if all(one in some for one, some in zip(strategy.inputs, allowed, strict=True)):
                     found.append(strategy)
         return list(dict.fromkeys(found))
-
-    def _replicated(self, node: Node) -> Strategy:
-        return Strategy((REPLICATED,) * len(node.inputs), (REPLICATED,) * len(node.outputs))
 
     def _outputs(self, node: Node, inputs: tuple[TensorPlacement, ...]) -> tuple[TensorPlacement, ...] | None:
         """Return the outputs' placements, or None if the operator can't run so."""
@@ -159,8 +157,7 @@ class ShardingRules:
             return None
         needed = answer.redistribute_schema if answer.needs_redistribute else None
         if needed is not None:  # also if only arguments that are shapes become local
-            wanted = list(_specs((needed.args_schema, needed.kwargs_schema)))
-            given = list(_specs((args, kwargs)))
+            wanted, given = _specs((needed.args_schema, needed.kwargs_schema)), _specs((args, kwargs))
             if [one.placements for one in wanted] != [one.placements for one in given]:
                 return None
         outputs = tuple(_read(one) for one in _specs(answer.output_spec))
@@ -169,10 +166,10 @@ class ShardingRules:
         return None if None in outputs else outputs  # type: ignore[return-value]
 
     def _spec(self, shape: TensorShape, placement: TensorPlacement) -> DTensorSpec:
-        size = torch.Size(shape.shape)
-        return DTensorSpec(
-            self._mesh, (_torch_placement(placement),), tensor_meta=TensorMeta(size, shape.stride, shape.dtype)
-        )
+        meta = TensorMeta(torch.Size(shape.shape), shape.stride, shape.dtype)
+        whole = Partial() if placement.kind == "partial" else Replicate()
+        placed = Shard(placement.dim) if placement.kind == "sharded" else whole
+        return DTensorSpec(self._mesh, (placed,), tensor_meta=meta)
 
 
 @lru_cache(maxsize=8)
@@ -215,12 +212,6 @@ def _name(func: Any) -> str:
     return str(func._schema.name).rpartition("::")[2]
 
 
-def _torch_placement(placement: TensorPlacement) -> Placement:
-    if placement.kind == "sharded":
-        return Shard(placement.dim)
-    return Partial() if placement.kind == "partial" else Replicate()
-
-
 def _read(spec: DTensorSpec) -> TensorPlacement | None:
     """Return a placement that the plugin has, too, or None."""
     (placement,) = spec.placements
@@ -231,13 +222,8 @@ def _read(spec: DTensorSpec) -> TensorPlacement | None:
     return PARTIAL if type(placement) is Partial and placement.reduce_op == "sum" else None
 
 
-def _specs(tree: Any) -> Iterator[DTensorSpec]:
-    if isinstance(tree, DTensorSpec):
-        yield tree
-    elif isinstance(tree, Mapping):
-        yield from itertools.chain(*(_specs(one) for one in tree.values()))
-    elif isinstance(tree, (list, tuple)):
-        yield from itertools.chain(*(_specs(one) for one in tree))
+def _specs(tree: Any) -> list[DTensorSpec]:
+    return [one for one in tree_leaves(tree) if isinstance(one, DTensorSpec)]
 
 
 def _repacked(
@@ -302,46 +288,35 @@ def _join_blocks(node: Node, inputs: tuple[TensorPlacement, ...], num_ranks: int
     return (sharded(dim, len(inputs)),)
 
 
-def _log_softmax(node: Node) -> Iterator[Strategy]:
-    last = len(node.outputs[0].shape) - 1
-    if node.args[1] % (last + 1) == last and last > 0:
-        yield Strategy((sharded(last),), (sharded(last),), reductions=(1, 3))
-
-
-def _log_softmax_backward(node: Node) -> Iterator[Strategy]:
-    last = len(node.outputs[0].shape) - 1
-    if node.args[2] % (last + 1) == last and last > 0:
-        yield Strategy((sharded(last),) * 2, (sharded(last),))
-
-
-def _nll_loss(node: Node) -> Iterator[Strategy]:
-    if len(node.inputs) == 2:  # without weights of classes
-        yield Strategy((sharded(1), REPLICATED), (REPLICATED, REPLICATED))
-
-
-def _nll_loss_backward(node: Node) -> Iterator[Strategy]:
-    if len(node.inputs) == 4:
-        yield Strategy((REPLICATED, sharded(1), REPLICATED, REPLICATED), (sharded(1),))
+def _log_softmax(node: Node, *reductions: int) -> Iterator[Strategy]:
+    last, num_inputs = len(node.outputs[0].shape) - 1, len(node.inputs)
+    if node.args[num_inputs] % (last + 1) == last and last > 0:
+        yield Strategy((sharded(last),) * num_inputs, (sharded(last),), reductions)
 
 
 def _attention(node: Node) -> Iterator[Strategy]:
     """Yield the strategy of heads: a mask is replicated, all that has the queries' dimensions sharded."""
     heads = node.outputs[0].shape[1] if node.outputs else 0
-    inputs = tuple(
-        sharded(1) if len(one.shape) >= 3 and one.shape[1] == heads else REPLICATED for one in node.input_shapes
+    inputs, outputs = (
+        tuple(sharded(1) if len(one.shape) >= 3 and one.shape[1] == heads else REPLICATED for one in shapes)
+        for shapes in (node.input_shapes, node.outputs)
     )
-    outputs = tuple(sharded(1) if len(one.shape) >= 3 and one.shape[1] == heads else REPLICATED for one in node.outputs)
     if heads > 1:
         yield Strategy(inputs, outputs)
 
 
-_OWN_RULES: Mapping[str, Callable[[Node], Iterator[Strategy]]] = {
-    "embedding": lambda _: iter([Strategy((sharded(0), REPLICATED), (PARTIAL,))]),
-    "embedding_dense_backward": lambda _: iter([Strategy((REPLICATED, REPLICATED), (sharded(0),))]),
-    "_log_softmax": _log_softmax,
-    "_log_softmax_backward_data": _log_softmax_backward,
-    "nll_loss_forward": _nll_loss,
-    "nll_loss_backward": _nll_loss_backward,
+_OWN_RULES: Mapping[str, Callable[[Node], Iterable[Strategy]]] = {
+    "embedding": lambda _: [Strategy((sharded(0), REPLICATED), (PARTIAL,))],
+    "embedding_dense_backward": lambda _: [Strategy((REPLICATED, REPLICATED), (sharded(0),))],
+    "_log_softmax": lambda node: _log_softmax(node, 1, 3),
+    "_log_softmax_backward_data": _log_softmax,
+    # Without weights of classes, which would be a further input.
+    "nll_loss_forward": lambda node: (
+        [Strategy((sharded(1), REPLICATED), (REPLICATED, REPLICATED))] if len(node.inputs) == 2 else []
+    ),
+    "nll_loss_backward": lambda node: (
+        [Strategy((REPLICATED, sharded(1), REPLICATED, REPLICATED), (sharded(1),))] if len(node.inputs) == 4 else []
+    ),
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention,
 }

@@ -16,14 +16,14 @@ from torch.optim import Optimizer
 
 from booster.comm import check_same_across_ranks, fake_collectives, fake_world, group_size, is_initialized
 from booster.errors import ConfigError, first_line
-from booster.estimate.estimate import TrainingRecipe, default_criterion
+from booster.estimate.estimate import TrainingRecipe, check_num_bytes, default_criterion
 from booster.estimate.machine_profile import MachineProfile, find_profile
 from booster.interface import Plugin
 from booster.pytree import iter_tensors, map_tensors
 from booster.registry import plugin_from_name
-from booster.validation import check_flag, error_of, is_int, is_number
+from booster.validation import check_flag, error_of, is_int
 
-from .integer_program import ReducedProgram, Solution
+from .integer_program import Solution
 from .layer_graph import LayerGraph, record_step
 from .layout_conversion import AxisSpeed
 from .placement_program import PlacementProgram, StepCosts, data_parallel_seconds
@@ -196,13 +196,11 @@ class _Search:
         self._model, self._graph, self._budget = model, graph, memory_budget
         self._modules = {one.name: one for one in styled_modules(model, graph, costs.num_ranks)}
         self._program = PlacementProgram(model, graph, list(self._modules.values()), costs)
-        reduced = self._program.program.reduce()
-        if reduced is None:
+        if not self._program.program.reduce():
             raise ConfigError(
                 f"{type(model).__name__} has an operator without any placement, not even a replicated one: give plan="
                 " to the plugin instead"
             )
-        self._reduced: ReducedProgram = reduced
         self._forced: dict[int, list[int]] = {}
         self._forbidden: dict[str, dict[str, str]] = {}
         self._costs = costs
@@ -221,9 +219,9 @@ class _Search:
         Raises:
             ConfigError: None fit into the budget.
         """
-        found = self._reduced.solve(memory_budget=self._budget, allowed=self._forced)
+        found = self._program.program.solve(memory_budget=self._budget, allowed=self._forced)
         if found is None:
-            least = self._reduced.least_memory(self._forced)
+            least = self._program.program.least_memory(self._forced)
             raise ConfigError(
                 f"memory_budget={self._budget:,} bytes is too small: weights, gradients, optimizer states and"
                 f" activations take at least {least:,.0f} bytes on a rank with any placements. Give at least that,"
@@ -237,7 +235,7 @@ class _Search:
         These are the groups of modules that it refuses alone, or else all that are divided.
         """
         styles = {name: self._program.style_of(name, solution).name for name in self._modules}
-        partial = dict.fromkeys(self._partial_modules(solution), PARTIAL_GRADIENT_STYLE)
+        partial = dict.fromkeys(map(_owner, self._program.partial_gradients(solution)), PARTIAL_GRADIENT_STYLE)
         whole = self._refusal({**styles, **partial}, tp_size)
         if whole is None:
             return {}
@@ -259,7 +257,12 @@ class _Search:
         if all(style == REPLICATED_STYLE for style in plan.values()):
             return None
         with _plugin(tp_size, plan) as plugin:
-            return None if plugin is None else _refusal(plugin, self._model)
+            try:
+                if plugin is not None:
+                    plugin.check(self._model, None)
+            except ConfigError as error:
+                return textwrap.shorten(first_line(error), 300, placeholder=" ...")
+        return None
 
     def forbid(self, refused: Mapping[str, tuple[str, str]]) -> None:
         """Let modules have these styles no more, for these reasons."""
@@ -273,7 +276,7 @@ class _Search:
         choices: dict[str, ModuleChoice] = {}
         for name in self._modules:
             choices |= dict.fromkeys(self._names_like(name), self._choice(name, solution))
-        for name in self._partial_modules(solution):
+        for name in map(_owner, self._program.partial_gradients(solution)):
             note = "computes on sharded features, so its gradient is all-reduced"
             chosen = ModuleChoice(pattern=name, style=PARTIAL_GRADIENT_STYLE, num_modules=1, note=note)
             choices |= dict.fromkeys(self._names_like(name), chosen)
@@ -290,16 +293,10 @@ class _Search:
             if other.name == style or other.name in refused:
                 continue
             forced = self._forced | self._program.style_choices(name, [other.name])
-            found = self._reduced.solve(memory_budget=self._budget, allowed=forced)
+            found = self._program.program.solve(memory_budget=self._budget, allowed=forced)
             if found is not None:
                 seconds[other.name] = found.cost
         return ModuleChoice(pattern=name, style=style, num_modules=1, seconds=seconds, refused=refused)
-
-    def _partial_modules(self, solution: Solution) -> Iterator[str]:
-        """Yield the modules with a replicated parameter whose gradient is all-reduced."""
-        for _, node in self._graph.kept():
-            if node.kind == "gradient" and self._program.is_partial_gradient(node.name, solution):
-                yield _owner(node.name)
 
     def _names_like(self, name: str) -> list[str]:
         """Return the modules that one of a layer stands for."""
@@ -329,15 +326,6 @@ def _grouped(choices: Mapping[str, ModuleChoice], modules: Sequence[str]) -> Ite
 
 def _owner(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-def _refusal(plugin: Plugin, model: nn.Module) -> str | None:
-    """Return why a plugin refuses its plan for a model, or None if it accepts it."""
-    try:
-        plugin.check(model, None)
-    except ConfigError as error:
-        return textwrap.shorten(first_line(error), 300, placeholder=" ...")
-    return None
 
 
 @contextmanager
@@ -388,11 +376,7 @@ def _check(model: nn.Module, tp_size: Any, memory_budget: Any) -> None:
         raise ConfigError(f"{type(model).__name__} has no parameter that is trained: unfreeze some")
     if not is_int(tp_size) or tp_size < 2:
         raise ConfigError(f"tp_size={tp_size!r} is not a number of ranks that share layers: give an int of 2 or more")
-    if memory_budget is not None and not (is_number(memory_budget) and memory_budget > 0):
-        raise ConfigError(
-            f"memory_budget={memory_budget!r} is not a positive number of bytes: give the memory of a device, such as"
-            " 80 * 2**30, or omit it"
-        )
+    check_num_bytes("memory_budget", memory_budget)
 
 
 def _milliseconds(seconds: float) -> str:

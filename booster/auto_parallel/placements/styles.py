@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from .layer_graph import LayerGraph, Value, is_embedding, is_linear, is_transposed
+from .layer_graph import LayerGraph, Value, is_embedding, is_linear
 from .sharding_rules import REPLICATED, TensorPlacement, sharded
 
 REPLICATED_STYLE = "replicated"
@@ -117,10 +117,10 @@ def _styles(
         if columns % num_ranks == 0 and not is_tied:
             yield ModuleStyle("embedding_colwise_gather_output", sharded(1), "keep", "gather")
         return
-    out_dim = int(is_transposed(module))
+    out_dim = 0 if isinstance(module, nn.Linear) else 1
     num_outputs, num_inputs = (columns, rows) if out_dim else (rows, columns)
     if is_vocabulary:  # vocabularies are padded
-        if num_outputs >= num_ranks and not is_transposed(module):
+        if num_outputs >= num_ranks and out_dim == 0:
             yield ModuleStyle("vocab_head", sharded(0), "replicated", "any")
     elif num_outputs % num_ranks == 0:
         yield ModuleStyle("colwise", sharded(out_dim), "replicated", "sharded")
