@@ -161,29 +161,25 @@ def describe_last_heartbeats(
     def ask() -> None:
         # The store is gone, or another service listens on its port.
         with suppress(DistError, OSError, RuntimeError, ValueError, KeyError, TypeError):
-            found.extend(
-                _read_heartbeats(_connect(host, port), min(world_size, _MAX_LISTED), restart_count, reference_time)
-            )
+            client, num_ranks = _connect(host, port), min(world_size, _MAX_LISTED)
+            found.extend(_read_heartbeats(client, num_ranks, restart_count, reference_time))
 
     thread = threading.Thread(target=ask, name="booster-last-heartbeats", daemon=True)
     join_at_exit(thread)
     thread.start()
     thread.join(_READ_TIMEOUT_SECONDS)
-    heartbeats = list(found)
-    if thread.is_alive() or not heartbeats:
+    if thread.is_alive() or not found:
         return ""
     more = [f"and {world_size - _MAX_LISTED} more ranks"] if world_size > _MAX_LISTED else []
     interval = f"sent {heartbeat_interval_text(world_size)}, so a rank may have continued after its last one"
-    return f"booster run: last heartbeats of the ranks ({interval}): {'; '.join([*heartbeats, *more])}"
+    return f"booster run: last heartbeats of the ranks ({interval}): {'; '.join([*found, *more])}"
 
 
 def _connect(host: str, port: int) -> Any:
-    socket.create_connection(
-        (host, port), timeout=_CONNECT_TIMEOUT_SECONDS
-    ).close()  # torch's client retries for minutes
-    return TCPStore(
-        host, port, None, False, timeout=timedelta(seconds=_CONNECT_TIMEOUT_SECONDS), wait_for_workers=False
-    )
+    # torch's client retries for minutes.
+    socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_SECONDS).close()
+    timeout = timedelta(seconds=_CONNECT_TIMEOUT_SECONDS)
+    return TCPStore(host, port, None, False, timeout=timeout, wait_for_workers=False)
 
 
 def _read_heartbeats(store_client: Any, num_ranks: int, restart_count: int, reference_time: float) -> list[str]:
@@ -195,12 +191,11 @@ def _read_heartbeats(store_client: Any, num_ranks: int, restart_count: int, refe
         launch, heartbeat_store = launch + 1, PrefixStore("booster.heartbeats", PrefixStore(_WORLD_PREFIX, store))
     if heartbeat_store is None:
         return []
-    heartbeats = {
-        rank: heartbeat_store.get(str(rank)) for rank in range(num_ranks) if heartbeat_store.check([str(rank)])
-    }
     descriptions: dict[int, str] = {}
-    for rank, note in heartbeats.items():
-        heartbeat = json.loads(note)
+    for rank in range(num_ranks):
+        if not heartbeat_store.check([str(rank)]):
+            continue
+        heartbeat = json.loads(heartbeat_store.get(str(rank)))
         state = "" if heartbeat["state"] == "running" else f", its script had {heartbeat['state']}"
         age = max(0.0, reference_time - heartbeat["time"])
         progress = progress_from_json(heartbeat["progress"])
@@ -286,9 +281,8 @@ class _ElasticAgent(LocalElasticAgent):
     def _close(self, context: PContext, close: Any, *arguments: Any, **settings: Any) -> None:
         processes = context.pids().values()
         if self._records.exited is None:
-            self._records.exited = frozenset(
-                process for process in processes if _status(process) in (None, psutil.STATUS_ZOMBIE)
-            )
+            ended = (None, psutil.STATUS_ZOMBIE)
+            self._records.exited = frozenset(process for process in processes if _status(process) in ended)
             self._records.checked_ns = time.time_ns()
         stopped = frozenset(process for process in processes if _status(process) == psutil.STATUS_STOPPED)
         self._records.stopped |= stopped

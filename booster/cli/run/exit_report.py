@@ -66,13 +66,13 @@ def exit_code_of(failures: Mapping[int, RankFailure]) -> int:
 
 def has_error_report(failures: Mapping[int, RankFailure]) -> bool:
     """Return whether the root cause left an error report."""
-    return bool(_extra(failures[_root_cause(failures)]))
+    return bool(error_info(failures[_root_cause(failures)]))
 
 
 def report_time(failure: RankFailure) -> float:
     """Return the time of a rank's error report in nanoseconds since 1970, infinite if it left none."""
     # Without a report it was killed or ended by os._exit: the time is unknown, so reports of other causes come first.
-    return float(_extra(failure).get("time_ns", float("inf")))
+    return float(error_info(failure).get("time_ns", float("inf")))
 
 
 def restart_line(failures: Mapping[int, RankFailure], world_size: int, number: int, max_restarts: int) -> str:
@@ -87,7 +87,7 @@ def report(failures: Mapping[int, RankFailure], world_size: int) -> str:
     cause = _root_cause(failures)
     others = [f"booster run: {_line(rank, failures[rank], world_size)}" for rank in sorted(failures) if rank != cause]
     first = f"booster run: {_line(cause, failures[cause], world_size)}"
-    stack = without_own_frames(_extra(failures[cause]).get("py_callstack", "").rstrip())
+    stack = without_own_frames(error_info(failures[cause]).get("py_callstack", "").rstrip())
     return "\n".join([*others, f"{first}, first of all:\n{stack}" if stack else first])
 
 
@@ -99,19 +99,15 @@ def without_own_frames(traceback: str) -> str:
             blocks[-1].append(line)
         else:
             blocks.append([line])
-    folders = _own_folders()
+    packages = [find_spec(f"booster.{name}") for name in ("checkpoint_io", "kernels", "plugins")]
+    folders = [folder for one in packages if one is not None for folder in one.submodule_search_locations or ()]
+    folders.append(str(Path(__file__).parents[2]))
     kept = [
         block
         for block, after in pairwise([*blocks, [""]])
         if not (_is_frame(block) and _is_own(block[0], folders) and _is_frame(after))
     ]
     return "\n".join(line for block in kept for line in block)
-
-
-def _own_folders() -> list[str]:
-    packages = [find_spec(f"booster.{name}") for name in ("checkpoint_io", "kernels", "plugins")]
-    folders = [folder for one in packages if one is not None for folder in one.submodule_search_locations or ()]
-    return [str(Path(__file__).parents[2]), *folders]
 
 
 def _is_frame(block: Sequence[str]) -> bool:
@@ -129,7 +125,7 @@ def _root_cause(failures: Mapping[int, RankFailure]) -> int:
 
 def _consequence_rank(failure: RankFailure) -> int:
     """Return the distance of a failure from being the root cause, see Note [Root cause]."""
-    extra = _extra(failure)
+    extra = error_info(failure)
     is_unknown = failure.by_launcher is None
     if failure.by_launcher or (is_unknown and failure.exitcode == -signal.SIGTERM and not extra):
         return _TERMINATED
@@ -139,7 +135,8 @@ def _consequence_rank(failure: RankFailure) -> int:
     return _CONSEQUENCE if any(text in last_line for text in _PEER_ERRORS) else _OWN_ERROR
 
 
-def _extra(failure: RankFailure) -> dict[str, Any]:
+def error_info(failure: RankFailure) -> dict[str, Any]:
+    """Return the entries of a rank's error report, empty if it left none."""
     message = failure.error_file_data.get("message")
     extra = message.get("extraInfo", {}) if isinstance(message, dict) else {}
     return extra if isinstance(extra, dict) else {}
@@ -159,10 +156,15 @@ def _line(rank: int, failure: RankFailure, world_size: int) -> str:
         return f"{name} failed with exit code {failure.exitcode}"
     if failure.exitcode == -signal.SIGTERM:
         # A rank with an error report may have received the launcher's signal while it exited.
-        is_foreign = failure.by_launcher is False and not _extra(failure)
+        is_foreign = failure.by_launcher is False and not error_info(failure)
         return f"{name} was terminated by SIGTERM{', which the launcher did not send' if is_foreign else ''}"
-    hint = ", as the system does when memory runs out" if failure.exitcode == -signal.SIGKILL else ""
-    return f"{name} was killed by {signal.Signals(-failure.exitcode).name}{hint}"
+    return f"{name} was {killed_text(failure.exitcode)}"
+
+
+def killed_text(exitcode: int) -> str:
+    """Return the signal that killed a process, with its likely cause, by the negative exit code."""
+    hint = ", as the system does when memory runs out" if exitcode == -signal.SIGKILL else ""
+    return f"killed by {signal.Signals(-exitcode).name}{hint}"
 
 
 _SSH_FAILED = 255

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from booster.errors import ConfigError
 
-from .node_config import split_words
+from .node_config import script_words, split_words
 
 # No leading "-": ssh would parse it as an option.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.%-]*")
@@ -181,14 +181,6 @@ _SSH_OPTIONS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostCommand:
-    """Host name and the ssh command line that starts its launcher."""
-
-    host: str
-    command: list[str]
-
-
 def host_commands(
     arguments: argparse.Namespace,
     hosts: Sequence[Host],
@@ -196,8 +188,8 @@ def host_commands(
     port: int,
     run_id: str | None,
     environment: Mapping[str, str],
-) -> list[HostCommand]:
-    """Return a command for each host, in their order.
+) -> dict[str, list[str]]:
+    """Return the ssh command line that starts the launcher of each host, by its name, in their order.
 
     The first host has the rendezvous at the port, unless --master-addr gives another address. The run's id separates it
     from others at the same port; it is None if --extra-launch-args has one.
@@ -211,17 +203,20 @@ def host_commands(
         ssh += ["-p", str(arguments.ssh_port)]
     if arguments.ssh_user is not None:
         ssh += ["-l", arguments.ssh_user]
-    script = [*(["-m"] if arguments.is_module else []), arguments.script, *arguments.script_args]
     start = ["env", *(f"{name}={value}" for name, value in environment.items()), sys.executable, "-m", "booster", "run"]
-    commands = []
+    num_machines = arguments.nnodes if ":" in (arguments.nnodes or "") else str(len(hosts))
+    options = ["--nnodes", num_machines]
+    if num_machines != "1" or arguments.master_port is not None:  # else no other host needs the rendezvous address
+        options += ["--master-addr", arguments.master_addr or hosts[0].name, "--master-port", str(port)]
+    extra = " ".join([*([f"rdzv_id={run_id}"] if run_id else []), arguments.extra_launch_args]).strip()
+    options += ["--max-restarts", str(arguments.max_restarts), "--extra-launch-args", extra]
+    commands = {}
     for node_rank, host in enumerate(hosts):
         num_ranks = arguments.nproc_per_node or str(host.slots or 1)
-        options = _run_options(arguments, len(hosts), hosts[0].name, port, run_id)
         host_options = ["--as-host", host.name, "--node-rank", str(node_rank), "--nproc-per-node", num_ranks]
         # For whichever shell the user has on the host: && and quotes mean the same in all.
-        command = shlex.join([*start, *host_options, *options, *script])
-        remote_command = f"cd {shlex.quote(os.getcwd())} && exec {command}"
-        commands.append(HostCommand(host=host.name, command=[*ssh, host.name, remote_command]))
+        command = shlex.join([*start, *host_options, *options, *script_words(arguments)])
+        commands[host.name] = [*ssh, host.name, f"cd {shlex.quote(os.getcwd())} && exec {command}"]
     return commands
 
 
@@ -256,24 +251,5 @@ def exported_variables(environment: Mapping[str, str], requested: Sequence[str])
                 )
             chosen[name] = value if assigned else environment[name]
     launcher_only = {name: value for name, value in _QUIET.items() if name not in chosen}
-    return (
-        dict(sorted(chosen.items()))
-        | launcher_only
-        | ({LAUNCHER_ONLY: ",".join(launcher_only)} if launcher_only else {})
-    )
-
-
-def _run_options(
-    arguments: argparse.Namespace, num_hosts: int, first_host: str, port: int, run_id: str | None
-) -> list[str]:
-    num_machines = arguments.nnodes if ":" in (arguments.nnodes or "") else str(num_hosts)
-    extra = " ".join([*([f"rdzv_id={run_id}"] if run_id else []), arguments.extra_launch_args or ""]).strip()
-    rendezvous = ["--master-addr", arguments.master_addr or first_host, "--master-port", str(port)]
-    if num_machines == "1" and arguments.master_port is None:  # no other host needs the rendezvous address
-        rendezvous = []
-    return [
-        *("--nnodes", num_machines),
-        *rendezvous,
-        *("--max-restarts", str(arguments.max_restarts)),
-        *("--extra-launch-args", extra),
-    ]
+    listed = {LAUNCHER_ONLY: ",".join(launcher_only)} if launcher_only else {}
+    return dict(sorted(chosen.items())) | launcher_only | listed

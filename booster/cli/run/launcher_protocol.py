@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from .exit_report import RankFailure
+from .exit_report import RankFailure, error_info
 
 # Note [Launcher protocol]: ranks write into pipes of their node's launcher, which prefixes every line "[host:rank] ".
 # So a line that begins with this character (the record separator of RFC 7464) is a message of the launcher, whatever
@@ -51,12 +51,10 @@ def read_failures(message: Mapping[str, Any], host: str) -> dict[int, RankFailur
     clock_offset = time.time_ns() - message["now_ns"]
     failures = {}
     for rank, fields in message["failures"].items():
-        data = fields["error_file_data"]
-        inner = data.get("message")
-        extra = inner.get("extraInfo") if isinstance(inner, dict) else None
-        if isinstance(extra, dict) and "time_ns" in extra:
-            extra["time_ns"] += clock_offset
-        failures[int(rank)] = RankFailure(**fields | {"host": host})
+        failures[int(rank)] = failure = RankFailure(**fields | {"host": host})
+        info = error_info(failure)
+        if "time_ns" in info:
+            info["time_ns"] += clock_offset
     return failures
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, BinaryIO
@@ -18,7 +18,6 @@ from typing import Any, BinaryIO
 from booster.errors import ConfigError
 
 from .exit_report import HostExit, has_root_cause, summarize, was_lost
-from .hosts import HostCommand
 from .launcher_protocol import read_failures, read_message
 from .log_prefix import LineBuffer
 from .signals import termination_signals
@@ -32,8 +31,8 @@ _EXIT_SECONDS = 30.0  # on top of the timeout of ranks
 _CAUSE_SECONDS = 5.0
 
 
-def launch_nodes(commands: Sequence[HostCommand], min_hosts: int, grace_seconds: float) -> int:
-    """Start a launcher on each host over ssh and wait for all of them.
+def launch_nodes(commands: Mapping[str, Sequence[str]], min_hosts: int, grace_seconds: float) -> int:
+    """Start a launcher on each host over ssh, by the command lines, and wait for all of them.
 
     The exit code is 0 if all hosts succeeded, else that of the rank that failed first. Output of the hosts is copied to
     this process's, each line prefixed with its host and rank. The root cause of a failure comes last. When one host
@@ -43,7 +42,7 @@ def launch_nodes(commands: Sequence[HostCommand], min_hosts: int, grace_seconds:
     Raises:
         ConfigError: The program ssh is not installed.
     """
-    if shutil.which(commands[0].command[0]) is None:
+    if shutil.which("ssh") is None:
         raise ConfigError(
             "hosts are reached by ssh, but the program ssh is not installed here: install it (Debian: openssh-client), "
             "or start each machine by hand with --nnodes, --node-rank and --master-addr"
@@ -63,17 +62,12 @@ def launch_nodes(commands: Sequence[HostCommand], min_hosts: int, grace_seconds:
 class _HostProcess:
     """ssh process of one host, and its exit status by the launcher messages received from it."""
 
-    def __init__(self, command: HostCommand) -> None:
+    def __init__(self, host: str, command: Sequence[str]) -> None:
         self._output_tail: deque[str] = deque(maxlen=20)
-        self.exit = HostExit(host=command.host, output_tail=self._output_tail)
+        self.exit = HostExit(host=host, output_tail=self._output_tail)
         self.is_output_closed = False
-        self.process = subprocess.Popen(
-            command.command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
         self._num_open = 2
         self.streams = {self.process.stdout: LineBuffer(), self.process.stderr: LineBuffer()}
 
@@ -129,7 +123,7 @@ class _HostProcess:
 
 
 class _NodeGroup:
-    def __init__(self, commands: Sequence[HostCommand], min_hosts: int, exit_seconds: float) -> None:
+    def __init__(self, commands: Mapping[str, Sequence[str]], min_hosts: int, exit_seconds: float) -> None:
         self.signals: list[signal.Signals] = []
         self._min_hosts, self._exit_seconds = min_hosts, exit_seconds
         self._exit_deadline: float | None = None  # deadline for terminated hosts to exit
@@ -143,8 +137,8 @@ class _NodeGroup:
 
     def run(self) -> None:
         """Start all hosts and wait until all have exited or the deadline passed."""
-        for command in self._commands:
-            host = _HostProcess(command)
+        for name, command in self._commands.items():
+            host = _HostProcess(name, command)
             self.hosts.append(host)
             for stream in host.streams:
                 self._selector.register(stream, selectors.EVENT_READ, host)  # type: ignore[arg-type]
@@ -192,11 +186,8 @@ class _NodeGroup:
         now = time.monotonic()
         ended = [host for host in self.hosts if host.has_ended() and (host.process.poll() != 0 or host.exit.failures)]
         # Hosts whose ssh itself failed: they are unreachable or disconnected.
-        lost = [
-            host
-            for host in ended
-            if was_lost(host.process.poll()) and not host.exit.failures and host.exit.error is None
-        ]
+        unexplained = [host for host in ended if not host.exit.failures and host.exit.error is None]
+        lost = [host for host in unexplained if was_lost(host.process.poll())]
         failed = [host for host in ended if host not in lost]
         if len(self.hosts) - len(lost) < self._min_hosts or (self.hosts[0] in lost):
             failed += lost

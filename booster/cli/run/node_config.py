@@ -180,10 +180,27 @@ def launch_config(
     )
 
 
+def rank_variables(rank: int, num_ranks: int, port: int, restart_count: int = 0) -> dict[str, str]:
+    """Return torchrun's variables of a rank of this machine, for a store that the process that starts it serves."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": str(restart_count),
+    }
+
+
+def script_words(arguments: argparse.Namespace) -> list[str]:
+    """Return the script or module with its arguments, as the interpreter takes them."""
+    return [*(["-m"] if arguments.is_module else []), arguments.script, *arguments.script_args]
+
+
 def worker_command(arguments: argparse.Namespace) -> list[str]:
     """Return the arguments of the Python interpreter for each rank."""
-    module_flag = ["-m"] if arguments.is_module else []
-    command = [str(_WORKER), *module_flag, arguments.script, *arguments.script_args]
+    command = [str(_WORKER), *script_words(arguments)]
     return [part.replace("$", "$$") for part in command]  # torch substitutes ${local_rank} and unescapes $$
 
 
@@ -225,7 +242,7 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
         rendezvous["rdzv_endpoint"] = f"{arguments.master_addr}:{arguments.master_port or DEFAULT_PORT}"
         if num_nodes.is_elastic or arguments.max_restarts > 0:  # more rounds: after a join, a leave or a restart
             rendezvous["rdzv_backend"] = "c10d"
-    extra = parse_extra_arguments(arguments.extra_launch_args or "")
+    extra = parse_extra_arguments(arguments.extra_launch_args)
     settings: dict[str, Any] = {"role": "rank"} | rendezvous | extra.launch
     # The machines of a range may join and leave without a rank.
     has_node_rank = arguments.node_rank is not None or not num_nodes.is_elastic

@@ -77,7 +77,11 @@ def add_parser(commands: Any) -> None:
         parser, "--max-restarts", type=int, default=0, metavar="N", help="restarts of all ranks after a failure (0)"
     )
     add_option(
-        parser, "--extra-launch-args", metavar="TEXT", help='settings of torch\'s launcher: "name=value name=value"'
+        parser,
+        "--extra-launch-args",
+        default="",
+        metavar="TEXT",
+        help='settings of torch\'s launcher: "name=value name=value"',
     )
     add_option(parser, "--dry-run", action="store_true", help="print the commands and start nothing")
     parser.add_argument("-m", dest="is_module", action="store_true", help="script is the name of a module")
@@ -129,7 +133,7 @@ def _run(arguments: argparse.Namespace) -> int:
     else:
         _check_no_host_options(arguments)
     num_ranks = parse_nproc_per_node(arguments.nproc_per_node or "1")
-    _check_machine(arguments, num_nodes or NumNodes(min_nodes=1, max_nodes=1, is_elastic=False))
+    _check_machine(arguments, num_nodes or parse_num_nodes("1"))
     if arguments.dry_run:
         print(torchrun_command(arguments, num_ranks))
         return 0
@@ -146,7 +150,7 @@ def _run_on_hosts(arguments: argparse.Namespace, hosts: list[Host], num_nodes: N
         )
     if arguments.nproc_per_node not in (None, "auto"):
         parse_nproc_per_node(arguments.nproc_per_node)
-    extra = parse_extra_arguments(arguments.extra_launch_args or "")
+    extra = parse_extra_arguments(arguments.extra_launch_args)
     commands = host_commands(
         arguments,
         hosts,
@@ -155,8 +159,8 @@ def _run_on_hosts(arguments: argparse.Namespace, hosts: list[Host], num_nodes: N
         environment=exported_variables(os.environ, arguments.export or []),
     )
     if arguments.dry_run:
-        for command in commands:
-            print(shlex.join(command.command))
+        for command in commands.values():
+            print(shlex.join(command))
         return 0
     from .multi_node import launch_nodes
 
@@ -172,10 +176,8 @@ def _hosts(arguments: argparse.Namespace, num_nodes: NumNodes | None) -> list[Ho
     )
     if num_nodes is None:
         return first_hosts(hosts, len(hosts))
-    return first_hosts(
-        hosts,
-        min(num_nodes.max_nodes, max(num_nodes.min_nodes, len(hosts))) if num_nodes.is_elastic else num_nodes.max_nodes,
-    )
+    most = num_nodes.max_nodes
+    return first_hosts(hosts, min(most, max(num_nodes.min_nodes, len(hosts))) if num_nodes.is_elastic else most)
 
 
 def _check_numbers(arguments: argparse.Namespace) -> None:
@@ -186,7 +188,7 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
         min_port = 1 if name == "ssh_port" else 0  # 0: torch's launcher chooses a free port
         if port is not None and not min_port <= port < 2**16:
             raise ConfigError(f"--{name.replace('_', '-')}={port} is not a port: give a number in 1 .. 65535")
-    parse_extra_arguments(arguments.extra_launch_args or "")
+    parse_extra_arguments(arguments.extra_launch_args)
 
 
 def _check_no_host_options(arguments: argparse.Namespace) -> None:
