@@ -1,4 +1,4 @@
-"""Arguments that commands share: their parsers, and what describes a training to estimate."""
+"""What commands share: parsers of arguments, those that describe a training to estimate, and the text of sizes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from booster.errors import ConfigError
-
-from .text import count_text
 
 if TYPE_CHECKING:
     from booster.estimate.model_sources import ModelSource
@@ -113,8 +111,9 @@ def load_training_model(arguments: argparse.Namespace) -> ModelSource:
     """Return the model of --model on the meta device, with its batch and activation checkpointing."""
     import torch
 
+    from booster.activation_checkpointing import checkpoint_activations
     from booster.estimate.candidates import bytes_from_text
-    from booster.estimate.model_sources import enable_activation_checkpointing, load_model
+    from booster.estimate.model_sources import load_model
 
     # The reason why a model can't be run is listed; torch would log a stack as well.
     if "TORCH_LOGS" not in os.environ:
@@ -127,7 +126,13 @@ def load_training_model(arguments: argparse.Namespace) -> ModelSource:
     elif policy is not None:
         budget = None if policy in ("layers", "selective") else bytes_from_text(policy, "--checkpoint-activations")
         name = policy if budget is None else "budget"
-        enable_activation_checkpointing(source, name, budget_bytes=budget, offload=offload)
+        checkpoint_activations(source.model, name, budget_bytes=budget, offload="cpu" if offload else None)
+        what = {
+            "layers": "layers are recomputed",
+            "selective": "cheap operations of layers are recomputed",
+            "budget": f"layers are recomputed as far as their activations exceed {budget} bytes",
+        }[name]
+        source.notes.append(f"{what} in backward{', with their inputs offloaded' if offload else ''}")
     elif offload:
         raise ConfigError(
             "--offload-activations is for the inputs of recomputed layers: add --checkpoint-activations layers"
@@ -196,3 +201,20 @@ def title_of(arguments: argparse.Namespace, source: ModelSource) -> str:
     batch = f"a batch of {source.batch_text} per rank" if source.batch_text else "the batch of the script"
     ranks = count_text(arguments.nproc, "rank")
     return f"{source.name}: {count} parameters in {arguments.dtype}, {batch}, {arguments.optimizer}, {ranks}"
+
+
+_UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+def size_text(num_bytes: float) -> str:
+    """Format a size with a decimal unit."""
+    unit = 0
+    while num_bytes >= 1000 and unit < len(_UNITS) - 1:
+        num_bytes /= 1000
+        unit += 1
+    return f"{num_bytes:.0f} {_UNITS[unit]}" if unit == 0 else f"{num_bytes:.2f} {_UNITS[unit]}"
+
+
+def count_text(count: int, noun: str) -> str:
+    """Format a count and its noun, in the plural unless it is 1."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         BoosterError: The subcommand failed; nothing was written.
     """
-    from .ckpt_actions import ACTIONS  # here: other commands do not need torch
+    from .ckpt_actions import ACTIONS  # here: the other commands start without it
 
     try:
         code = ACTIONS[arguments.action](arguments)

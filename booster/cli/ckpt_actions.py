@@ -32,7 +32,7 @@ from booster.checkpoint_io.tools.inspect import (
 from booster.checkpoint_io.training_state.document import TrainingDocument
 from booster.errors import CheckpointError, ConfigError
 
-from .text import count_text, size_text
+from .arguments import count_text, size_text
 
 
 def escape_control(text: str) -> str:

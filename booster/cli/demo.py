@@ -37,7 +37,7 @@ def add_parser(commands: Any) -> None:
 
 def demo(arguments: argparse.Namespace) -> int:
     """Train, resume and draw; return the exit code of the first run that fails, else 0."""
-    # Imported here, as this imports torch, which the other commands do not need.
+    # Imported here, so that the other commands start without it.
     from booster.monitor.loggers import read_run
 
     if arguments.nproc_per_node < 1 or arguments.steps < 2:

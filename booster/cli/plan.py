@@ -71,7 +71,7 @@ def add_parser(commands: Any) -> None:
 
 def plan(arguments: argparse.Namespace) -> int:
     """Print the ranking, write the plan and return the exit code."""
-    # Imported here, as these import torch, which the other commands do not need.
+    # Imported here, so that the other commands start without them.
     from booster.auto_parallel.search import refuse_small_batches, search
     from booster.estimate.candidates import to_json
 

@@ -11,8 +11,7 @@ from typing import Any
 
 from booster.errors import ConfigError
 
-from .arguments import add_command
-from .text import count_text
+from .arguments import add_command, count_text
 
 
 def add_parser(commands: Any) -> None:
@@ -27,13 +26,13 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("logs", nargs="+", metavar="LOG", help="JSON lines file; each is one line in the figure")
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="image file, such as loss.png")
-    panels = ("loss", "throughput", "memory", "experts")  # those of `booster.monitor.loggers`, which imports torch
+    panels = ("loss", "throughput", "memory", "experts")  # those of `booster.monitor.loggers`
     parser.add_argument("--only", nargs="+", choices=panels, default=panels, help="panels to draw; default: all")
 
 
 def plot(arguments: argparse.Namespace) -> int:
     """Draw the runs and return 0."""
-    # Imported here, as these import torch, which the other commands do not need.
+    # Imported here, so that the other commands start without them.
     from booster.monitor.loggers import draw_runs, read_run
 
     output = Path(arguments.output)

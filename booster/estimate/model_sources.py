@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.activation_checkpointing import checkpoint_activations
 from booster.errors import BoosterError, ConfigError
 from booster.pytree import iter_tensors
 
@@ -341,23 +340,6 @@ def load_model(
             " script.py:build_model"
         )
     return _from_config(str(path), _read_config(path), batch, sequence, dtype)
-
-
-def enable_activation_checkpointing(
-    source: ModelSource, policy: str, *, budget_bytes: int | None, offload: bool
-) -> None:
-    """Give the model's layers a policy; see `checkpoint_activations`.
-
-    Raises:
-        ConfigError: The model has no layers.
-    """
-    checkpoint_activations(source.model, policy, budget_bytes=budget_bytes, offload="cpu" if offload else None)
-    what = {
-        "layers": "layers are recomputed",
-        "selective": "cheap operations of layers are recomputed",
-        "budget": f"layers are recomputed as far as their activations exceed {budget_bytes} bytes",
-    }[policy]
-    source.notes.append(f"{what} in backward{', with their inputs offloaded' if offload else ''}")
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from booster.cli import main
-from booster.cli.check_machine import communication
+from booster.cli.check import communication
 
 CHECK = [sys.executable, "-c", "import sys; from booster.cli import main; sys.exit(main())", "check", "--comm"]
 

@@ -40,7 +40,7 @@ ALLOWED = {
         "process.join": ENDING,
         "threading.Event().wait": "the process is killed by its parent, or ends with it",
     },
-    "booster/cli/check_machine.py": {
+    "booster/cli/check.py": {
         "process.wait": ENDING,
     },
     "booster/cli/run/elastic_agent.py": {

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from booster.cli import check_machine, main
-from booster.cli.check_machine import accelerators, can_run_on, driver_problem
+from booster.cli import check, main
+from booster.cli.check import accelerators, can_run_on, driver_problem
 from booster.kernels.build import find_toolchain
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +48,7 @@ def test_check_says_the_same_to_programs(capsys):
 def versions(monkeypatch):
     """Versions by name that stand for what is installed; the others are new enough."""
     versions = {"torch-booster": "0.1.0"}
-    monkeypatch.setattr(check_machine, "_version", lambda name: versions.get(name, "99.0"))
+    monkeypatch.setattr(check, "_version", lambda name: versions.get(name, "99.0"))
     return versions
 
 
@@ -185,18 +185,18 @@ def requirement(text):
 def test_check_knows_the_projects_dependencies():
     tomllib = pytest.importorskip("tomllib")  # Python 3.11
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert dict(map(requirement, project["dependencies"])) == check_machine.REQUIRED
-    assert requirement(f"python{project['requires-python']}")[1] == check_machine.PYTHON
+    assert dict(map(requirement, project["dependencies"])) == check.REQUIRED
+    assert requirement(f"python{project['requires-python']}")[1] == check.PYTHON
     optional = project["optional-dependencies"]
     extras = {name: dict(map(requirement, needed)) for name, needed in optional.items()}
     for name in ("test", "dev", "docs", "examples"):  # for those who work on the project
         del extras[name]
-    assert extras == check_machine.EXTRAS
+    assert extras == check.EXTRAS
 
 
 def test_check_knows_what_was_tested():
     [tested] = re.findall(r"works with torch 2\.10 to (\S+)\.", (ROOT / "constraints.txt").read_text())
-    assert tuple(map(int, tested.split("."))) == check_machine.NEWEST_TESTED_TORCH
+    assert tuple(map(int, tested.split("."))) == check.NEWEST_TESTED_TORCH
 
 
 @pytest.mark.parametrize(
@@ -243,9 +243,9 @@ def properties(major, minor):
 
 
 def test_devices_that_this_build_cannot_use(monkeypatch):
-    monkeypatch.setattr(check_machine, "device_type", lambda: "cuda")
-    monkeypatch.setattr(check_machine, "num_devices", lambda: 2)
-    monkeypatch.setattr(check_machine, "_cuda_driver", lambda: (12, 4))
+    monkeypatch.setattr(check, "device_type", lambda: "cuda")
+    monkeypatch.setattr(check, "num_devices", lambda: 2)
+    monkeypatch.setattr(check, "_cuda_driver", lambda: (12, 4))
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
     monkeypatch.setattr("torch.cuda.get_arch_list", lambda: ["sm_80", "sm_90"])
@@ -272,8 +272,8 @@ def test_devices_that_this_build_cannot_use(monkeypatch):
     ],
 )
 def test_machines_without_a_usable_device(monkeypatch, built_for, driver, text):
-    monkeypatch.setattr(check_machine, "device_type", lambda: "cpu")
-    monkeypatch.setattr(check_machine, "_cuda_driver", lambda: driver)
+    monkeypatch.setattr(check, "device_type", lambda: "cpu")
+    monkeypatch.setattr(check, "_cuda_driver", lambda: driver)
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", built_for)
     monkeypatch.setattr(torch.version, "hip", None)

@@ -73,7 +73,7 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the measurements, print the table and return the exit code."""
-    # Imported here, as these import torch, which the other commands do not need.
+    # Imported here, so that the other commands start without them.
     from .config import BenchmarkSettings, find_configurations, modes_from_text
     from .report import check_can_draw, draw
 

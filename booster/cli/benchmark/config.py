@@ -49,11 +49,6 @@ class BenchmarkSettings:
                 " in seconds, such as 300"
             )
 
-    @property
-    def rows(self) -> int:
-        """Tokens of a global batch."""
-        return self.batch * self.sequence
-
 
 def modes_from_text(text: str) -> tuple[str, ...]:
     """Parse a list such as "1d,2.5d,zero1" or "all" into modes in the order of `MODES`.

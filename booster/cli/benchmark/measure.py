@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from types import TracebackType
@@ -139,63 +139,43 @@ _LEARNING_RATE = 1e-3
 _PLAN = {"*.up": "colwise", "*.down": "rowwise"}
 _MEBI = 2**20
 
-Batch = tuple[torch.Tensor, torch.Tensor]
 
+def make_step(
+    configuration: Configuration, settings: BenchmarkSettings, batch: torch.Tensor
+) -> Callable[[], tuple[torch.Tensor, tuple[float, float, float]]]:
+    """Return a training step of the network: its loss, and the seconds of forward, backward and step.
 
-class Workload:
-    """Training step of the network under a configuration, in phases. Every method is collective over the world.
+    Collective: over the world, as the step is.
 
     Args:
         configuration: Parallel configuration.
         settings: Sizes of the network.
-        batch: Global batch (inputs, targets), each (batch * sequence, hidden), on the CPU and the same on every rank.
+        batch: Global batch: inputs and targets, each (batch * sequence, hidden), on the CPU and the same on every rank.
             This rank's shard is copied to its device.
     """
+    plugin = None if configuration.mode == SERIAL else _plugin_of(configuration, settings)
+    num_shards, index = (1, 0) if plugin is None else (plugin.dp_size, plugin.dp_rank)
+    inputs, targets = (one.chunk(num_shards)[index].clone().to(current_device()) for one in batch)
+    network = make_network(settings)
+    adam = torch.optim.AdamW(network.parameters(), lr=_LEARNING_RATE, fused=True)
+    booster = Booster(plugin=plugin)
+    model, optimizer, criterion, *_ = booster.boost(network, adam, nn.MSELoss())
 
-    def __init__(self, configuration: Configuration, settings: BenchmarkSettings, batch: Batch) -> None:
-        plugin = None if configuration.mode == SERIAL else _plugin_of(configuration, settings)
-        num_shards, index = (1, 0) if plugin is None else (plugin.dp_size, plugin.dp_rank)
-        self._inputs, self._targets = (one.chunk(num_shards)[index].clone().to(current_device()) for one in batch)
-        network = make_network(settings)
-        optimizer = torch.optim.AdamW(network.parameters(), lr=_LEARNING_RATE, fused=True)
-        self._booster = Booster(plugin=plugin)
-        self._model, self._optimizer, self._criterion, *_ = self._booster.boost(network, optimizer, nn.MSELoss())
-
-    def forward(self) -> torch.Tensor:
-        """Return the loss."""
-        loss: torch.Tensor = self._criterion(self._model(self._inputs), self._targets)
-        return loss
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """Compute and reduce the gradients."""
-        self._booster.backward(loss, self._optimizer)
-
-    def step(self) -> None:
-        """Update the weights and zero the gradients."""
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-
-    def train(self) -> float:
-        """Run a step; return this rank's contribution to the loss of the global batch, a sum over ranks."""
-        loss = self.forward()
-        self.backward(loss)
-        self.step()
-        return float(loss.detach()) / group_size()  # equal shards, each replicated equally often
-
-    def time(self) -> tuple[float, float, float]:
-        """Run a step; return the seconds of forward, backward and step."""
-        synchronize()
-        barrier()  # else a late rank would lengthen the others' forward
+    def step() -> tuple[torch.Tensor, tuple[float, float, float]]:
         start = time.perf_counter()
-        loss = self.forward()
+        loss = criterion(model(inputs), targets)
         synchronize()
         forward_end = time.perf_counter()
-        self.backward(loss)
+        booster.backward(loss, optimizer)
         synchronize()
         backward_end = time.perf_counter()
-        self.step()
+        optimizer.step()
+        optimizer.zero_grad()
         synchronize()
-        return forward_end - start, backward_end - forward_end, time.perf_counter() - backward_end
+        seconds = (forward_end - start, backward_end - forward_end, time.perf_counter() - backward_end)
+        return loss.detach(), seconds
+
+    return step
 
 
 def _plugin_of(configuration: Configuration, settings: BenchmarkSettings) -> Plugin:
@@ -244,27 +224,31 @@ class Metrics:
 def measure(configuration: Configuration, settings: BenchmarkSettings) -> Metrics:
     """Measure this rank's metrics. Collective over the world, with the same arguments."""
     generator = torch.Generator().manual_seed(_SEED + 1)
-    inputs, targets = torch.randn(2, settings.rows, settings.hidden, generator=generator)
+    batch = torch.randn(2, settings.batch * settings.sequence, settings.hidden, generator=generator)
     with LiveMemory() as memory:
-        workload = Workload(configuration, settings, (inputs, targets))
+        step = make_step(configuration, settings, batch)
         memory.begin_steps()
-        losses = [workload.train() for _ in range(_CHECKED_STEPS)]
+        losses = [float(step()[0]) for _ in range(_CHECKED_STEPS)]
     for _ in range(settings.warmup_steps):
-        workload.train()
+        step()
     with count_communication() as count:
-        workload.train()
-    times = [workload.time() for _ in range(settings.profile_steps)]
-    forward, backward, step = (statistics.median(column) for column in zip(*times, strict=True))
+        step()
+    times = []
+    for _ in range(settings.profile_steps):
+        barrier()  # else a late rank would lengthen the others' forward
+        times.append(step()[1])
+    forward, backward, update = (statistics.median(column) for column in zip(*times, strict=True))
     return Metrics(
         forward_seconds=forward,
         backward_seconds=backward,
-        step_seconds=step,
+        step_seconds=update,
         whole_seconds=statistics.median(sum(one) for one in times),
         peak_bytes=memory.peak_bytes,
         sent_bytes=sum(count.sent.values()),
         received_bytes=sum(count.received.values()),
         communications=sum(count.calls.values()),
-        losses=[all_reduce_numbers([loss])[0] for loss in losses],
+        # Of equal shards, each replicated equally often.
+        losses=[all_reduce_numbers([loss / group_size()])[0] for loss in losses],
     )
 
 

@@ -6,10 +6,11 @@ import importlib
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from booster.cli.text import count_text
+from booster.cli.arguments import count_text
 from booster.errors import ConfigError
 
 from .config import INNER_FACTOR, SERIAL, BenchmarkSettings, Configuration, Skipped
@@ -122,17 +123,13 @@ def to_json(
                 "name": result.configuration.name,
                 **asdict(result.configuration),
                 "figures": None if result.metrics is None else asdict(result.metrics),
-                "loss_difference": _finite(result.loss_difference),
+                "loss_difference": difference if difference is not None and isfinite(difference) else None,
                 "error": result.error,
             }
-            for result in results
+            for result, difference in ((one, one.loss_difference) for one in results)
         ],
         "left_out": [{"name": one.name, "reason": one.reason} for one in skipped],
     }
-
-
-def _finite(number: float | None) -> float | None:
-    return number if number is not None and abs(number) < float("inf") else None
 
 
 def _column(results: Sequence[BenchmarkResult], name: str, units: Sequence[tuple[str, float]]) -> list[str]:
@@ -178,27 +175,21 @@ def draw(path: Path, title: str, results: Sequence[BenchmarkResult]) -> None:
     """Draw bar charts of time, memory and communication, with one bar per configuration, into an image file."""
     # Not by pyplot, which selects a display backend and keeps the figure alive.
     figure: Any = importlib.import_module("matplotlib.figure").Figure
-    measured = [result for result in results if result.metrics is not None]
-    names = [result.configuration.name for result in measured]
+    names = [result.configuration.name for result in results if result.metrics is not None]
+    metrics = [result.metrics for result in results if result.metrics is not None]
     picture = figure(figsize=(14, 1.8 + 0.35 * len(names)), layout="constrained")
     picture.suptitle(title, fontsize=9)
     times, memory, communication = picture.subplots(1, 3, sharey=True)
-    _draw_times(times, names, measured)
-    metrics = [result.metrics for result in measured if result.metrics is not None]
+    ends = [0.0] * len(names)
+    for label in ("forward", "backward", "step"):
+        lengths = [1000 * float(getattr(one, f"{label}_seconds")) for one in metrics]
+        times.barh(names, lengths, left=ends, label=label)
+        ends = [end + length for end, length in zip(ends, lengths, strict=True)]
+    times.invert_yaxis()  # top to bottom as in the table
+    times.set_title("time of a step, ms")
+    times.legend(fontsize=8)
     memory.barh(names, [one.peak_bytes / _MEBI for one in metrics], color="tab:purple")
     memory.set_title("memory, MiB")
     communication.barh(names, [one.received_bytes / _MEBI for one in metrics], color="tab:gray")
     communication.set_title("received in a step, MiB")
     picture.savefig(path)
-
-
-def _draw_times(axes: Any, names: Sequence[str], measured: Sequence[BenchmarkResult]) -> None:
-    metrics = [result.metrics for result in measured if result.metrics is not None]
-    ends = [0.0] * len(names)
-    for label in ("forward", "backward", "step"):
-        lengths = [1000 * float(getattr(one, f"{label}_seconds")) for one in metrics]
-        axes.barh(names, lengths, left=ends, label=label)
-        ends = [end + length for end, length in zip(ends, lengths, strict=True)]
-    axes.invert_yaxis()  # top to bottom as in the table
-    axes.set_title("time of a step, ms")
-    axes.legend(fontsize=8)

@@ -20,12 +20,13 @@ from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # no __all__ there
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # no __all__ there
 
-from booster.device import default_backend, device_type, num_cores, set_device
+from booster.cli.run.exit_report import killed_text
+from booster.cli.run.node_config import rank_variables
+from booster.device import num_cores
 from booster.errors import BoosterError
-from booster.launch.launch import launch
+from booster.launch.launch import launch_from_torch
 from booster.optim.nvme_offload.pipeline import defer_sigint
 
 from .config import SERIAL, BenchmarkSettings, Configuration
@@ -55,32 +56,15 @@ def _exit_with_parent(connection: Connection) -> None:
 def _run_job(job: dict[str, Any]) -> dict[str, Any]:
     try:
         configuration = Configuration(**job["configuration"])
-        modes = tuple(job["settings"].pop("modes"))
-        settings = BenchmarkSettings(**job["settings"], modes=modes)
-        _join(job, settings)
+        settings = BenchmarkSettings(**job["settings"] | {"modes": tuple(job["settings"]["modes"])})
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(job["num_threads"])
+        os.environ.update(job["environment"])
+        seconds = settings.timeout_seconds
+        launch_from_torch(verbose=False, timeout_seconds=seconds, setup_timeout_seconds=seconds)
         return {"figures": asdict(measure(configuration, settings))}
     except Exception as error:  # the process boundary: the parent reports it
         return {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
-
-
-def _join(job: dict[str, Any], settings: BenchmarkSettings) -> None:
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(job["num_threads"])
-    rank, world_size = job["rank"], job["world_size"]
-    kind, device = device_type(), set_device(job["rank"])
-    backend = default_backend(kind)
-    timeout = timedelta(seconds=settings.timeout_seconds)
-    # The parent serves the store, so its port is known to be free.
-    store = TCPStore("127.0.0.1", job["store_port"], is_master=False, timeout=timeout)
-    dist.init_process_group(
-        backend,
-        store=PrefixStore(job["store_prefix"], store),
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-        device_id=None if kind == "cpu" else device,
-    )
-    launch(rank, world_size, "127.0.0.1", 0, backend, rank, verbose=False, timeout_seconds=settings.timeout_seconds)
 
 
 @contextmanager
@@ -148,11 +132,8 @@ class WorkerPool:
 
     def _start(self, rank: int, num_ranks: int, configuration: Configuration) -> None:
         job = {
-            "rank": rank,
-            "world_size": num_ranks,
+            "environment": rank_variables(rank, num_ranks, self._store.port, self._num_started),
             "num_threads": max(1, num_cores() // num_ranks),
-            "store_port": self._store.port,
-            "store_prefix": f"configuration {self._num_started}",
             "configuration": asdict(configuration),
             "settings": asdict(self._settings),
         }
@@ -210,8 +191,7 @@ class WorkerPool:
 def _exit_text(exit_code: int | None) -> str:
     if exit_code is None or exit_code >= 0:
         return f"the process exited with code {exit_code} without a result"
-    hint = ", as the system does when memory runs out" if exit_code == -signal.SIGKILL else ""
-    return f"the process was killed by {signal.Signals(-exit_code).name}{hint}"
+    return f"the process was {killed_text(exit_code)}"
 
 
 def _root_cause_text(responses: dict[int, dict[str, Any]], num_ranks: int) -> str:
