@@ -200,7 +200,6 @@ def _profile(alpha_beta: Mapping[Any, tuple[float, float]] | None) -> MachinePro
 
 
 def _loss_or_mean(outputs: Any, batch: Any) -> torch.Tensor:
-    """Return the model's own loss, or the mean of its first output."""
     try:
         return default_criterion(outputs, batch)
     except ConfigError:

@@ -427,8 +427,6 @@ _ADVICE = (
 
 
 class _RankProcess:
-    """A rank process, its record and its stderr."""
-
     def __init__(self, rank: int, folder: Path, port: int, timeout_seconds: float, command: Sequence[str]) -> None:
         environment = os.environ | rank_variables(rank, _NUM_RANKS, port)
         if device_type() == "cuda" and num_devices() < _NUM_RANKS:
@@ -480,7 +478,6 @@ def communication(timeout_seconds: float, command: Sequence[str] = RANK_COMMAND)
 
 
 def _run(folder: Path, timeout_seconds: float, command: Sequence[str]) -> tuple[list[dict[str, Any]], str | None]:
-    """Run the ranks; return their records and the problem, if any."""
     deadline = time.monotonic() + timeout_seconds
     # Served by this process, so that the system chooses the port.
     store = dist.TCPStore("localhost", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]  # no __all__ there

@@ -71,7 +71,6 @@ def estimate_all(
 
 
 def _estimator(arguments: argparse.Namespace, options: dict[str, Any]) -> Callable[[Candidate], CandidateResult]:
-    """Return the function that estimates a candidate, in another process."""
     recipe, _ = _load_recipe(arguments)
     return partial(estimate_candidate, recipe, **options)
 

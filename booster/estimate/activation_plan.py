@@ -121,7 +121,6 @@ class _RankChain:
     is_extrapolated: bool = False
 
     def num_bytes(self, items: Items) -> int:
-        """Return the peak of forward and backward under a schedule."""
         return max(self.fixed_bytes + schedule_bytes(self.chain, items), self.start.total)
 
     def solve(self, budget_bytes: int) -> Items | None:
@@ -211,8 +210,6 @@ def _simulate(simulator: Simulator, rank: int, layers: tuple[str, int] | None) -
 
 
 def _extrapolated(few: _Simulated, more: _Simulated, share: float, num_layers: int) -> _Simulated:
-    """Return what is expected of a model with more layers."""
-
     def repeated(values: list[T]) -> list[T]:
         return [values[0], *([values[1]] * (num_layers - 2)), values[-1]]
 

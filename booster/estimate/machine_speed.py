@@ -255,8 +255,6 @@ def _curve(
 
 
 class _Block(nn.Module):
-    """Transformer block."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
@@ -297,7 +295,6 @@ def _seconds_of_call(run: Callable[[], Any], profile: MachineProfile) -> float:
 
 
 def _model_block(device: torch.device) -> tuple[nn.Module, torch.Tensor]:
-    """Return a block of a size that models have, and inputs."""
     return _Block(256).to(device), torch.rand(8, 64, 256, device=device)
 
 

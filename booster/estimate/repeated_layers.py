@@ -70,7 +70,6 @@ def extrapolate(few: Any, more: Any, share: float) -> Any:
 
 
 def _are_identical(layers: Sequence[nn.Module]) -> bool:
-    """Return whether layers differ in their index only."""
     described = [_description(layer) for layer in layers]
     if any(one.keys() != described[0].keys() for one in described):
         return False
@@ -99,7 +98,6 @@ def _is_equal_or_index(values: Sequence[Any]) -> bool:
 
 
 def _are_untied(model: nn.Module, stack: nn.Module) -> bool:
-    """Return whether no parameter of the layers is tied."""
     uses = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
     return all(uses[id(one)] == 1 for one in stack.parameters())
 

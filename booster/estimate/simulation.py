@@ -282,7 +282,7 @@ class _SegmentNames:
 
 
 def _ends_of_stack(model: nn.Module, name: str | None) -> list[_SegmentNames]:
-    """Return the segments of Note [Layer extrapolation]."""
+    # See Note [Layer extrapolation].
     layers = [] if name is None else list(model.get_submodule(name).children())
     last = len(layers) - 1
     names = ["first layer", *(["layers"] * (last - 1)), "last layer"]
@@ -354,7 +354,6 @@ class _Segments:
 
 
 def _steady_categories(model: ModelWrapper, optimizer: OptimizerWrapper) -> dict[int, Category]:
-    """Return the categories of the storages of a boosted model and optimizer."""
     optim, module = optimizer.unwrap(), model.unwrap()
     updated = [parameter for group in optim.param_groups for parameter in group["params"]]
     found: dict[int, Category] = {}

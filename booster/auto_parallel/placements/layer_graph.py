@@ -201,7 +201,6 @@ def _has_operators_between(graph: LayerGraph, layers: Sequence[str]) -> bool:
 
 
 def _record(recipe: TrainingRecipe, layers: tuple[str, int] | None = None) -> LayerGraph:
-    """Record a step of a model, or of one with the first layers of a list."""
     mode = new_fake_mode()
     model, optimizer, batch = recipe.make_fake(mode, torch.device("cpu"), layers)
     model.train()
@@ -247,8 +246,6 @@ def _record(recipe: TrainingRecipe, layers: tuple[str, int] | None = None) -> La
 
 
 class _Recorder(TorchDispatchMode):
-    """Dispatch mode that records the operators of forward and backward."""
-
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.nodes: list[Node] = []

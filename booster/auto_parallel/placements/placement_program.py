@@ -221,7 +221,6 @@ class PlacementProgram:
                 self._require(self._variables[index], self.program.add_node([0.0]), fits)
 
     def _options(self, node: Node, value: Value | None) -> list[TensorPlacement]:
-        """Return the placements in which a node may get a value."""
         if value is None or value.node not in self._choices or self._graph.nodes[value.node].layer != node.layer:
             return [REPLICATED]
         return self._choices[value.node].options(value.output)

@@ -188,8 +188,6 @@ def solve_placements(
 
 
 class _Search:
-    """Program of a model with its solutions."""
-
     seconds_data_parallel: float
 
     def __init__(self, model: nn.Module, graph: LayerGraph, costs: StepCosts, memory_budget: float | None) -> None:
@@ -265,14 +263,12 @@ class _Search:
         return None
 
     def forbid(self, refused: Mapping[str, tuple[str, str]]) -> None:
-        """Let modules have these styles no more, for these reasons."""
         for name, (style, reason) in refused.items():
             self._forbidden.setdefault(name, {})[style] = reason
             left = [one.name for one in self._modules[name].styles if one.name not in self._forbidden[name]]
             self._forced |= self._program.style_choices(name, left)
 
     def result(self, solution: Solution) -> tuple[dict[str, str], tuple[ModuleChoice, ...]]:
-        """Return the plan of a solution, and the choice for each module."""
         choices: dict[str, ModuleChoice] = {}
         for name in self._modules:
             choices |= dict.fromkeys(self._names_like(name), self._choice(name, solution))

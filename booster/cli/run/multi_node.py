@@ -136,7 +136,6 @@ class _NodeGroup:
         self._commands = commands
 
     def run(self) -> None:
-        """Start all hosts and wait until all have exited or the deadline passed."""
         for name, command in self._commands.items():
             host = _HostProcess(name, command)
             self.hosts.append(host)
