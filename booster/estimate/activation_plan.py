@@ -179,7 +179,7 @@ def _extrapolated_chain(simulator: Simulator, rank: int, stack: str) -> _RankCha
     if any(names != all_names[block * one : (block + 1) * one] for (names, _), one in zip(runs, counts, strict=True)):
         return None  # several parts of the model
     share = (count - counts[0]) / (counts[1] - counts[0])
-    deep = _extrapolated(*(simulated for _, simulated in runs), share, count)
+    deep = _extrapolated(runs[0][1], runs[1][1], share, count)
     names = all_names[block * count : (block + 1) * count]
     return replace(_chain_of(names, deep, has_segments=not simulator.gathers_layers), is_extrapolated=True)
 

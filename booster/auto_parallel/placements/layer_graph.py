@@ -312,11 +312,11 @@ class _Recorder(TorchDispatchMode):
 
     def gradient(self, name: str, tensor: torch.Tensor) -> None:
         shapes, storages = [TensorShape.of(tensor)], [self._storage(tensor)]
-        given = {"name": name, "layer": self._layers[name], "outputs": shapes, "storages": storages}
+        given: dict[str, Any] = {"name": name, "layer": self._layers[name], "outputs": shapes, "storages": storages}
         self._node("gradient", [self._read(tensor)], shapes, **given)
 
     def _node(self, kind: Any, inputs: list[Value | None], shapes: list[TensorShape], **given: Any) -> Node:
-        position = {"is_backward": self._is_backward, "layer": self.layer}
+        position: dict[str, Any] = {"is_backward": self._is_backward, "layer": self.layer}
         self.nodes.append(Node(kind=kind, inputs=inputs, input_shapes=shapes, **(position | given)))
         return self.nodes[-1]
 
@@ -370,16 +370,15 @@ class _Site(torch.autograd.Function):
 def _hooks(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
     """Insert sites into a model, and record the gradients of its parameters."""
     modules = dict(model.named_modules())
-    scopes = [(modules[name], _LayerScope(name, recorder)) for stack in find_stacks(model) for name in stack]
-    sites = [
-        (module, _ModuleSites(name, recorder))
-        for name, module in modules.items()
-        if is_linear(module) or is_embedding(module)
-    ]
+    layers = [name for stack in find_stacks(model) for name in stack]
+    called = [name for name, one in modules.items() if is_linear(one) or is_embedding(one)]
+    hooks: list[_LayerScope | _ModuleSites] = [_LayerScope(name, recorder) for name in layers]
+    hooks += [_ModuleSites(name, recorder) for name in called]
     with ExitStack() as stack:
-        for module, hooks in (*scopes, *sites):
-            stack.callback(module.register_forward_pre_hook(hooks.enter, with_kwargs=True).remove)
-            stack.callback(module.register_forward_hook(hooks.leave).remove)
+        for name, one in zip((*layers, *called), hooks, strict=True):
+            module = modules[name]
+            stack.callback(module.register_forward_pre_hook(one.enter, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(one.leave).remove)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 stack.callback(parameter.register_hook(partial(recorder.gradient, name)).remove)
