@@ -19,8 +19,7 @@ from booster.comm import count_communication
 from booster.device import current_device
 from booster.errors import ConfigError
 from booster.plugins import HybridParallelPlugin
-from booster.plugins.hybrid_parallel.tensor_parallel_nd.cube import cube_matmul
-from booster.plugins.hybrid_parallel.tensor_parallel_nd.summa import summa_matmul
+from booster.plugins.hybrid_parallel.tensor_parallel_nd.linear import grid_matmul
 from booster.pytree import map_tensors
 
 pytestmark = pytest.mark.on_device
@@ -262,7 +261,7 @@ def assert_bytes(mode):
     num_rows = outputs // (4 if mode == "3d" else 2)
     weight = torch.randn(num_rows, inputs // 2, device=current_device()).requires_grad_()
     with count_communication() as forward:
-        output = cube_matmul(x, weight, grid, is_second=False) if mode == "3d" else summa_matmul(x, weight, grid)
+        output = grid_matmul(x, weight, grid, is_second=False)
     grid.tp_group.reset()  # as at the end of a model's forward
     with count_communication() as backward:
         output.sum().backward()
@@ -283,7 +282,7 @@ def test_layers_with_one_input_gather_it_once():
 
     def received():
         with count_communication() as count:
-            sum(summa_matmul(x, weight, grid).sum() for weight in weights).backward()
+            sum(grid_matmul(x, weight, grid, is_second=False).sum() for weight in weights).backward()
         grid.tp_group.reset()
         return sum(count.received.values()), [one.grad.clone() for one in (x, *weights)]
 

@@ -90,10 +90,8 @@ class _FeatureReductions(TorchFunctionMode):
 
     def __init__(self, division: FeatureDivision, shape: torch.Size) -> None:
         super().__init__()
-        self._name = division.name
-        self._where = division.where
-        self._mode = division.grid.shape.mode
-        self._number = division.grid.tp_group.number
+        self._name, self._where = division.name, division.where
+        self._mode, self._number = division.grid.shape.mode, division.grid.tp_group.number
         self._shape = shape
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from booster.core.layer_stacks import stack_layer_of
-from booster.core.shard_spec import ShardSpec
+from booster.core.shard_spec import Box, ShardSpec
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.tensor_parallel.linear import has_plain_forward
-from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import Block
+from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import sharded_spec
 from booster.plugins.hybrid_parallel.tp_plan.adapters import without_adapters
 from booster.plugins.hybrid_parallel.tp_plan.attention_heads import owner_of
 from booster.plugins.hybrid_parallel.tp_plan.equivalence_check import all_close, run, run_equivalence_check
@@ -27,7 +27,6 @@ from booster.plugins.hybrid_parallel.tp_plan.plan import (
 )
 
 from .grid import TensorGridShape
-from .shard_spec import bias_spec, feature_spec, per_head_spec, weight_spec
 
 FEATURE_WISE = "feature_wise"
 """Style of modules with one value per feature, such as norms, which see blocks of activations."""
@@ -142,14 +141,43 @@ def grid_spec(
         grid: The grid.
         rank: Tensor-parallel rank.
     """
-    if entry.style == FEATURE_WISE:
-        return feature_spec(shape, grid, rank)
-    if entry.style == _PER_HEAD:
-        return per_head_spec(shape, entry.dim, entry.blocks, grid, rank)
-    is_second = entry.style in CLOSING_STYLES
-    if own_name == "bias":
-        return bias_spec(shape, entry.blocks, grid, rank, is_second=is_second)
-    return weight_spec(shape, entry.dim, entry.blocks, grid, rank, is_second=is_second)
+    coordinates, is_second = grid.coordinates(rank), entry.style in CLOSING_STYLES
+    inner, outer, is_bias = grid.inner.features, grid.outer.features, own_name == "bias"
+    if entry.style == FEATURE_WISE or (is_second and is_bias):  # one value per feature, in the outer layout
+        spec, used = _narrowed(ShardSpec.unsharded(shape), 0, coordinates[outer], grid.side), {outer}
+    elif entry.style == _PER_HEAD or is_bias:  # one value per feature between the two layers of a pair, or per head
+        dim = 0 if is_bias else entry.dim
+        spec, used = sharded_spec(shape, dim, entry.blocks, grid.side, coordinates[inner]), {inner}
+    else:  # `entry.dim` has the features between the two layers of a pair
+        layout, other = grid.weight(is_second=is_second), 1 - entry.dim
+        inner, outer = (layout.inputs, layout.outputs) if is_second else (layout.outputs, layout.inputs)
+        spec, used = sharded_spec(shape, entry.dim, entry.blocks, grid.side, coordinates[inner]), {inner, outer}
+        spec = _narrowed(spec, other, coordinates[outer], grid.side)
+        if layout.rows is not None:
+            spec = _narrowed(spec, other if is_second else entry.dim, coordinates[layout.rows], grid.side)
+            used.add(layout.rows)
+    # Ranks along the other axes hold the same; coordinate 0 is primary.
+    is_replica = any(index for axis, index in coordinates.items() if axis not in used)
+    return spec.non_primary() if is_replica else spec
+
+
+def _narrowed(spec: ShardSpec, dim: int, index: int, num_shards: int) -> ShardSpec:
+    """Return the spec of one of equal parts of the local tensor along a dimension."""
+    length = spec.local_shape[dim] // num_shards
+    start, regions = index * length, []
+    for region in spec.regions:
+        (local, size), (logical, _) = region.local[dim], region.logical[dim]
+        first, last = max(local, start), min(local + size, start + length)
+        if first < last:
+            here = _with(region.local, dim, (first - start, last - first))
+            there = _with(region.logical, dim, (logical + first - local, last - first))
+            regions.append(replace(region, local=here, logical=there))
+    local_shape = (*spec.local_shape[:dim], length, *spec.local_shape[dim + 1 :])
+    return replace(spec, local_shape=local_shape, regions=tuple(regions))
+
+
+def _with(box: Box, dim: int, span: tuple[int, int]) -> Box:
+    return (*box[:dim], span, *box[dim + 1 :])
 
 
 def activation_shapes(
@@ -177,7 +205,14 @@ def activation_shapes(
 
 def _check_divisible(entry: PlannedEntry, model: nn.Module, grid: TensorGridShape) -> None:
     for block in entry.blocks:
-        _check_block(entry.name, block, grid)
+        counts = {
+            "heads or features": block.num_units,
+            "query heads": block.num_query_units,
+            "groups": block.num_groups,
+        }
+        for what, size in counts.items():
+            if size is not None:
+                _check_size(f"{entry.name!r} has {size} {what}", size, grid.side, grid)
     if entry.style == _PER_HEAD:
         return
     module = model.get_submodule(entry.name)
@@ -191,8 +226,7 @@ def _check_divisible(entry: PlannedEntry, model: nn.Module, grid: TensorGridShap
     hidden, what = (outputs, "outputs") if is_second else (inputs, "inputs")
     _check_size(f"{entry.name!r} has {hidden} {what}", hidden, grid.side, grid)
     if grid.mode == "3d":
-        what, rows = f"{entry.name!r} has {outputs} outputs", outputs
-        _check_size(what, rows, grid.side**2, grid)
+        _check_size(f"{entry.name!r} has {outputs} outputs", outputs, grid.side**2, grid)
 
 
 def _check_heads(entry: PlannedEntry, divided: Sequence[tuple[str, ...]], grid: TensorGridShape) -> None:
@@ -203,13 +237,6 @@ def _check_heads(entry: PlannedEntry, divided: Sequence[tuple[str, ...]], grid: 
             f"{entry.name!r} computes heads outside of a module that tp_mode={grid.mode!r} can give its own examples:"
             " use tp_mode='1d', or put attention in a module of its own, inside of a layer of an nn.ModuleList"
         )
-
-
-def _check_block(name: str, block: Block, grid: TensorGridShape) -> None:
-    sizes = {"heads or features": block.num_units, "query heads": block.num_query_units, "groups": block.num_groups}
-    for what, size in sizes.items():
-        if size is not None:
-            _check_size(f"{name!r} has {size} {what}", size, grid.side, grid)
 
 
 def _check_size(what: str, size: int, num_shards: int, grid: TensorGridShape) -> None:
@@ -238,7 +265,9 @@ def _feature_wise_modules(
         if is_inside and (entry.is_parameter or entry.style not in _IN_BLOCKS):
             return [], f"{generalize(entry.name)} is {entry.style}"
     for name in stack:
-        hidden = _hidden_size(name, plan, model)
+        firsts = (one.name for one in plan.entries if one.style in OPEN_STYLES and not one.is_parameter)
+        first = next((one for one in firsts if one.startswith(f"{name}.")), None)
+        hidden = None if first is None else feature_sizes(model.get_submodule(first))[0]  # between pairs of layers
         for inner, module in model.get_submodule(name).named_modules(prefix=name):
             own = dict(module.named_parameters(recurse=False))
             is_planned = any(outer in planned for outer in _ancestors(inner, name))
@@ -280,14 +309,6 @@ def _regions(stack: tuple[str, ...], plan: TensorParallelPlan) -> list[str]:
                 found[outer] = None
                 break
     return list(found)
-
-
-def _hidden_size(layer: str, plan: TensorParallelPlan, model: nn.Module) -> int | None:
-    """Return the number of features between a layer's pairs of linear layers."""
-    for entry in plan.entries:
-        if entry.style in OPEN_STYLES and not entry.is_parameter and entry.name.startswith(f"{layer}."):
-            return feature_sizes(model.get_submodule(entry.name))[0]
-    return None
 
 
 def _ancestors(name: str, layer: str) -> list[str]:

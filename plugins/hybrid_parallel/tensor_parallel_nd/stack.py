@@ -15,8 +15,7 @@ from booster.plugins.hybrid_parallel.sequence_parallel.layer_context import is_i
 from booster.plugins.hybrid_parallel.sequence_parallel.layer_stack import hidden_key, map_hidden
 from booster.plugins.hybrid_parallel.sequence_parallel.recorded_outputs import CapturedOutputs, mark_sharded
 
-from .activations import assemble, divide, own_examples
-from .grid import TensorGrid
+from .grid import TensorGrid, assemble, divide, own_examples
 
 _is_in_backward = torch.compiler.assume_constant_result(is_in_backward)  # in a graph, of when it is traced
 
@@ -70,7 +69,6 @@ class _GridStack:
 
     @not_compiled
     def begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Divide the hidden states before the first layer."""
         key = hidden_key(args, kwargs)
         hidden = kwargs[key] if isinstance(key, str) else args[key]
         for value in (*args, *kwargs.values()):
@@ -86,13 +84,11 @@ class _GridStack:
 
     @not_compiled
     def mark(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Note that the output of a layer before the last is a block."""
         if not is_in_backward():
             mark_sharded(output, self._assemble)
 
     @not_compiled
     def end(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Assemble the hidden states after the last layer."""
         captured, self._captured = self._captured, None
 
         def assemble_hidden(x: torch.Tensor) -> torch.Tensor:
