@@ -141,118 +141,11 @@ _FEED_FORWARD = PlanTable(
     heads=_BERT_HEADS,
 )
 
-_CONVNEXT = PlanTable(
-    plan={"encoder.stages.*.layers.*.pwconv1": "colwise", "encoder.stages.*.layers.*.pwconv2": "rowwise"}, heads=()
-)
-
-_CPMANT = PlanTable(
-    plan={"encoder.layers.*.ffn.ffn.w_in.{w_0,w_1}": "colwise", "encoder.layers.*.ffn.ffn.w_out": "rowwise"}
-)
-
 _DATA2VEC_VISION = PlanTable(
     plan={
         "encoder.layer.*.attention.attention.{query,key,value}": "colwise",
         "encoder.layer.*.attention.output.dense": "rowwise",
         **_ENCODER_MLP,
-    },
-    heads=(),
-)
-
-_DONUT_SWIN = PlanTable(
-    plan={
-        "encoder.layers.*.blocks.*.intermediate.dense": "colwise",
-        "encoder.layers.*.blocks.*.output.dense": "rowwise",
-    },
-    heads=(),
-)
-
-_GPT2 = PlanTable(
-    plan={
-        "h.*.attn.c_attn": "packed_colwise:3",
-        "h.*.crossattention.c_attn": "packed_colwise:2",
-        "h.*.crossattention.q_attn": "colwise",
-        "h.*.{attn,crossattention}.c_proj": "rowwise",
-        "h.*.mlp.c_fc": "colwise",
-        "h.*.mlp.c_proj": "rowwise",
-    }
-)
-
-_MOBILEBERT = replace(_FEED_FORWARD, heads=())  # the weight of its head is put together from two parameters
-
-_MOBILEVIT = PlanTable(
-    plan={
-        key.replace("encoder.layer.*", "encoder.layer.*.transformer.layer.*"): style
-        for key, style in _DATA2VEC_VISION.plan.items()
-    },
-    heads=(),
-)
-
-_MPNET = PlanTable(
-    plan={
-        "encoder.layer.*.attention.attn.{q,k,v}": "colwise",
-        "encoder.layer.*.attention.attn.o": "rowwise",
-        **_ENCODER_MLP,
-        "encoder.relative_attention_bias": "replicated_with_grad_allreduce",
-    },
-    heads=("lm_head.decoder",),
-    arguments={"encoder.layer.*.attention.attn": (("position_bias", 1),)},
-)
-
-_MPT = PlanTable(
-    plan={
-        "blocks.*.attn.Wqkv": "packed_colwise:3",
-        "blocks.*.attn.out_proj": "rowwise",
-        "blocks.*.ffn.up_proj": "colwise",
-        "blocks.*.ffn.down_proj": "rowwise",
-    },
-    arguments={"blocks.*.attn": (("position_bias", 0),)},
-)
-
-_OPT = PlanTable(
-    plan={
-        "decoder.layers.*.self_attn.{q_proj,k_proj,v_proj}": "colwise",
-        "decoder.layers.*.self_attn.out_proj": "rowwise",
-        "decoder.layers.*.fc1": "colwise",
-        "decoder.layers.*.fc2": "rowwise",
-    }
-)
-
-_REFORMER = PlanTable(
-    plan={
-        "encoder.layers.*.feed_forward.dense.dense": "colwise",
-        "encoder.layers.*.feed_forward.output.dense": "rowwise",
-    },
-    heads=("lm_head.decoder",),
-)
-
-_SEW_D = PlanTable(plan={f"encoder.{key}": style for key, style in _ENCODER_MLP.items()}, heads=())
-
-# Attention of the encoder takes embeddings of relative positions.
-_SPEECHT5 = PlanTable(
-    plan={
-        f"{side}.wrapped_{side}.layers.*.feed_forward.{name}_dense": style
-        for side in ("encoder", "decoder")
-        for name, style in (("intermediate", "colwise"), ("output", "rowwise"))
-    },
-    heads=(),
-)
-
-_T5 = PlanTable(
-    plan={
-        "{encoder,decoder}.block.*.layer.*.{SelfAttention,EncDecAttention}.{q,k,v}": "colwise",
-        "{encoder,decoder}.block.*.layer.*.{SelfAttention,EncDecAttention}.o": "rowwise",
-        "{encoder,decoder}.block.*.layer.*.SelfAttention.relative_attention_bias": "embedding_colwise",
-        "{encoder,decoder}.block.*.layer.*.DenseReluDense.{wi,wi_0,wi_1}": "colwise",
-        "{encoder,decoder}.block.*.layer.*.DenseReluDense.wo": "rowwise",
-    }
-)
-
-_VIT = PlanTable(
-    plan={
-        "layers.*.attention.{q_proj,k_proj,v_proj}": "colwise",
-        "layers.*.attention.o_proj": "rowwise",
-        "layers.*.mlp.fc1": "colwise",
-        "layers.*.mlp.fc2": "rowwise",
     },
     heads=(),
 )
@@ -266,22 +159,6 @@ _BLOOM = PlanTable(
     },
     arguments={"h.*.self_attention": (("alibi", 0),)},
     customize=_bloom,
-)
-
-_FALCON = PlanTable(
-    plan=_BLOOM.plan,
-    arguments={"h.*.self_attention": (("alibi", 0), ("attention_mask", 1))},
-    customize=_falcon,
-)
-
-_WHISPER = PlanTable(
-    plan={
-        "{encoder,decoder}.layers.*.{self_attn,encoder_attn}.{q_proj,k_proj,v_proj}": "colwise",
-        "{encoder,decoder}.layers.*.{self_attn,encoder_attn}.out_proj": "rowwise",
-        "{encoder,decoder}.layers.*.fc1": "colwise",
-        "{encoder,decoder}.layers.*.fc2": "rowwise",
-    },
-    heads=("proj_out", "lm_head"),
 )
 
 TABLES: Mapping[str, PlanTable] = {
@@ -301,23 +178,114 @@ TABLES: Mapping[str, PlanTable] = {
         _FEED_FORWARD,
     ),
     "bloom": _BLOOM,
-    "convnext": _CONVNEXT,
-    "cpmant": _CPMANT,
+    "convnext": PlanTable(
+        plan={"encoder.stages.*.layers.*.pwconv1": "colwise", "encoder.stages.*.layers.*.pwconv2": "rowwise"}, heads=()
+    ),
+    "cpmant": PlanTable(
+        plan={"encoder.layers.*.ffn.ffn.w_in.{w_0,w_1}": "colwise", "encoder.layers.*.ffn.ffn.w_out": "rowwise"}
+    ),
     "data2vec-vision": _DATA2VEC_VISION,
-    "donut-swin": _DONUT_SWIN,
-    "falcon": _FALCON,
-    "gpt2": _GPT2,
-    "mobilebert": _MOBILEBERT,
-    "mobilevit": _MOBILEVIT,
-    "mpnet": _MPNET,
-    "mpt": _MPT,
-    "opt": _OPT,
-    "reformer": _REFORMER,
-    "sew-d": _SEW_D,
-    "speecht5": _SPEECHT5,
-    "t5": _T5,
-    "vit": _VIT,
-    "whisper": _WHISPER,
+    "donut-swin": PlanTable(
+        plan={
+            "encoder.layers.*.blocks.*.intermediate.dense": "colwise",
+            "encoder.layers.*.blocks.*.output.dense": "rowwise",
+        },
+        heads=(),
+    ),
+    "falcon": PlanTable(
+        plan=_BLOOM.plan,
+        arguments={"h.*.self_attention": (("alibi", 0), ("attention_mask", 1))},
+        customize=_falcon,
+    ),
+    "gpt2": PlanTable(
+        plan={
+            "h.*.attn.c_attn": "packed_colwise:3",
+            "h.*.crossattention.c_attn": "packed_colwise:2",
+            "h.*.crossattention.q_attn": "colwise",
+            "h.*.{attn,crossattention}.c_proj": "rowwise",
+            "h.*.mlp.c_fc": "colwise",
+            "h.*.mlp.c_proj": "rowwise",
+        }
+    ),
+    "mobilebert": replace(_FEED_FORWARD, heads=()),  # the weight of its head is put together from two parameters
+    "mobilevit": PlanTable(
+        plan={
+            key.replace("encoder.layer.*", "encoder.layer.*.transformer.layer.*"): style
+            for key, style in _DATA2VEC_VISION.plan.items()
+        },
+        heads=(),
+    ),
+    "mpnet": PlanTable(
+        plan={
+            "encoder.layer.*.attention.attn.{q,k,v}": "colwise",
+            "encoder.layer.*.attention.attn.o": "rowwise",
+            **_ENCODER_MLP,
+            "encoder.relative_attention_bias": "replicated_with_grad_allreduce",
+        },
+        heads=("lm_head.decoder",),
+        arguments={"encoder.layer.*.attention.attn": (("position_bias", 1),)},
+    ),
+    "mpt": PlanTable(
+        plan={
+            "blocks.*.attn.Wqkv": "packed_colwise:3",
+            "blocks.*.attn.out_proj": "rowwise",
+            "blocks.*.ffn.up_proj": "colwise",
+            "blocks.*.ffn.down_proj": "rowwise",
+        },
+        arguments={"blocks.*.attn": (("position_bias", 0),)},
+    ),
+    "opt": PlanTable(
+        plan={
+            "decoder.layers.*.self_attn.{q_proj,k_proj,v_proj}": "colwise",
+            "decoder.layers.*.self_attn.out_proj": "rowwise",
+            "decoder.layers.*.fc1": "colwise",
+            "decoder.layers.*.fc2": "rowwise",
+        }
+    ),
+    "reformer": PlanTable(
+        plan={
+            "encoder.layers.*.feed_forward.dense.dense": "colwise",
+            "encoder.layers.*.feed_forward.output.dense": "rowwise",
+        },
+        heads=("lm_head.decoder",),
+    ),
+    "sew-d": PlanTable(plan={f"encoder.{key}": style for key, style in _ENCODER_MLP.items()}, heads=()),
+    # Attention of the encoder takes embeddings of relative positions.
+    "speecht5": PlanTable(
+        plan={
+            f"{side}.wrapped_{side}.layers.*.feed_forward.{name}_dense": style
+            for side in ("encoder", "decoder")
+            for name, style in (("intermediate", "colwise"), ("output", "rowwise"))
+        },
+        heads=(),
+    ),
+    "t5": PlanTable(
+        plan={
+            "{encoder,decoder}.block.*.layer.*.{SelfAttention,EncDecAttention}.{q,k,v}": "colwise",
+            "{encoder,decoder}.block.*.layer.*.{SelfAttention,EncDecAttention}.o": "rowwise",
+            "{encoder,decoder}.block.*.layer.*.SelfAttention.relative_attention_bias": "embedding_colwise",
+            "{encoder,decoder}.block.*.layer.*.DenseReluDense.{wi,wi_0,wi_1}": "colwise",
+            "{encoder,decoder}.block.*.layer.*.DenseReluDense.wo": "rowwise",
+        }
+    ),
+    "vit": PlanTable(
+        plan={
+            "layers.*.attention.{q_proj,k_proj,v_proj}": "colwise",
+            "layers.*.attention.o_proj": "rowwise",
+            "layers.*.mlp.fc1": "colwise",
+            "layers.*.mlp.fc2": "rowwise",
+        },
+        heads=(),
+    ),
+    "whisper": PlanTable(
+        plan={
+            "{encoder,decoder}.layers.*.{self_attn,encoder_attn}.{q_proj,k_proj,v_proj}": "colwise",
+            "{encoder,decoder}.layers.*.{self_attn,encoder_attn}.out_proj": "rowwise",
+            "{encoder,decoder}.layers.*.fc1": "colwise",
+            "{encoder,decoder}.layers.*.fc2": "rowwise",
+        },
+        heads=("proj_out", "lm_head"),
+    ),
 }
 """Tables by the `model_type` of a configuration."""
 
