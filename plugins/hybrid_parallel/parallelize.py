@@ -28,13 +28,14 @@ from .tensor_parallel.embedding import (
 )
 from .tensor_parallel.group import TensorParallelGroup
 from .tensor_parallel.linear import make_column_parallel, make_row_parallel
+from .tensor_parallel.mappings import sum_over
 from .tensor_parallel.moe import (
     make_identity_expert,
     make_latent_projection,
     make_output_all_reduce,
     make_sharded_experts,
 )
-from .tensor_parallel.random_functions import make_replicated_dropout, make_sharded_dropout
+from .tensor_parallel.random_functions import make_dropout
 from .tensor_parallel.region_input import GatheredRegionInput
 from .tensor_parallel.shard_spec import local_sizes, units_of_rank
 from .tensor_parallel_nd.feature_reductions import divide_features
@@ -53,15 +54,6 @@ from .tp_plan.plan import (
     ShardedArgument,
     TensorParallelPlan,
 )
-
-
-def _shard_argument(modules: Mapping[str, nn.Module], split: ShardedArgument, num_ranks: int, rank: int) -> None:
-    """Pass only this rank's heads of an argument to a module's forward, as for Bloom's position biases."""
-    unit_range = units_of_rank(split.block, num_ranks, rank)
-    module = modules[split.module]
-    position = list(inspect.signature(module.forward).parameters).index(split.argument)
-    hook = partial(_take_local_heads, split, position, slice(unit_range.start, unit_range.stop))
-    module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def _take_local_heads(
@@ -105,8 +97,7 @@ def _register_hook(parameter: nn.Parameter, hook: Callable[[torch.Tensor], torch
 
 
 def _all_reduced(group: dist.ProcessGroup | None, gradient: torch.Tensor) -> torch.Tensor:
-    total = gradient.detach().to(sum_dtype(gradient.dtype), memory_format=torch.contiguous_format, copy=True)
-    return all_reduce_sum(total, group).to(gradient.dtype)
+    return sum_over(gradient, group).to(gradient.dtype)
 
 
 SlicePairs = list[tuple[slice, slice]]
@@ -196,13 +187,16 @@ def parallelize(
         elif not entry.is_parameter and entry.style not in _UNSWAPPED_STYLES:
             scatters = entry.name.startswith(prefixes)
             _swap_forward(entry, modules, tp_group, vocabulary_multiple, gathers=not parallel_output, scatters=scatters)
-    num_shards, index = (tp_group.size, tp_group.rank)
+    num_shards, index = tp_group.size, tp_group.rank
     if grid is not None:
         num_shards, index = grid.side, grid.coordinates[grid.shape.inner.features]
     for change in plan.attributes:
-        setattr(modules[change.module], change.attribute, change.local_value(num_shards, index))
-    for split in plan.arguments:
-        _shard_argument(modules, split, num_shards, index)
+        change.apply(model, num_shards, index)
+    for split in plan.arguments:  # such as Bloom's position biases
+        held, module = units_of_rank(split.block, num_shards, index), modules[split.module]
+        position = list(inspect.signature(module.forward).parameters).index(split.argument)
+        hook = partial(_take_local_heads, split, position, slice(held.start, held.stop))
+        module.register_forward_pre_hook(hook, with_kwargs=True)
     if grid is not None:
         _reduce_grads_on_grid(model, plan, grid)
         _divide_stacks(modules, plan, grid)
@@ -211,13 +205,23 @@ def parallelize(
     if tp_group.shards_sequence:
         # Korthikanti et al., "Reducing Activation Recomputation", 2022
         attach_stacks(model, plan, TensorAxisSplitter(tp_group))
-        _gather_region_inputs(modules, plan, tp_group)
+        readers: dict[str, list[nn.Module]] = {}
+        for entry in plan.entries:
+            if entry.style in COLUMN_STYLES and entry.region and entry.reads_region:
+                readers.setdefault(entry.region, []).append(modules[entry.name])
+        for region, layers in readers.items():
+            GatheredRegionInput(tp_group, layers).attach(modules[region])
 
 
 def attach_stacks(model: nn.Module, plan: TensorParallelPlan, splitter: SequenceSplitter) -> None:
     """Make the layers of a plan's stacks run on sharded hidden states, in place. Collective: no."""
     for stack in plan.stacks:
-        attach_stack([model.get_submodule(name) for name in stack], splitter, **plan.sharded_ends(stack))
+        attach_stack(
+            [model.get_submodule(name) for name in stack],
+            splitter,
+            begins_sharded=any(after == stack[0] for _, after in plan.handovers),
+            ends_sharded=any(before == stack[-1] for before, _ in plan.handovers),
+        )
     model.register_forward_hook(gather_returned_outputs)
 
 
@@ -282,16 +286,7 @@ def _swap_forward(
     gathers: bool,
     scatters: bool,
 ) -> None:
-    """Swap the forward of an entry's module.
-
-    Args:
-        entry: The entry.
-        modules: The model's modules by name.
-        tp_group: The tensor-parallel group.
-        multiple: Multiple to which the vocabulary is padded.
-        gathers: If True, heads return the logits of all ranks.
-        scatters: If True, the module is inside of a stack with a sharded sequence.
-    """
+    """Swap the forward of an entry's module; `gathers` is for heads, `scatters` for stacks with a sharded sequence."""
     module, style = modules[entry.name], entry.style
     sizes = local_sizes(entry.blocks, tp_group.size) if entry.blocks else []
     num_entries = sum(block.size for block in entry.blocks)  # of a vocabulary
@@ -323,8 +318,8 @@ def _swap_forward(
 
 
 _MAKERS: Mapping[str, Callable[[nn.Module, TensorParallelGroup], None]] = {
-    "replicated_dropout": make_replicated_dropout,
-    "sharded_dropout": make_sharded_dropout,
+    "replicated_dropout": partial(make_dropout, is_sharded=False),
+    "sharded_dropout": partial(make_dropout, is_sharded=True),
     "moe_tp_experts": make_sharded_experts,
     "moe_identity_expert": make_identity_expert,
     "all_reduce": make_output_all_reduce,
@@ -351,7 +346,6 @@ def _register_grad_all_reduces(
     shard_specs: Mapping[str, Sequence[ShardSpec]],
     sequence_parallel_prefixes: tuple[str, ...],
 ) -> None:
-    """Register the all-reduces of partial gradients; see Note [Partial gradients]."""
     # With a single key-value head every rank holds the full column-parallel layer, but uses it for its own query heads.
     feature_styles = COLUMN_STYLES | {"replicated_with_grad_allreduce"}
     partial_names = {entry.name for entry in plan.entries if entry.style in feature_styles}
@@ -367,14 +361,3 @@ def _register_grad_all_reduces(
             or name.startswith(sequence_parallel_prefixes)
         ):
             all_reduce_replicated_grad(parameter, tp_group.group)
-
-
-def _gather_region_inputs(
-    modules: Mapping[str, nn.Module], plan: TensorParallelPlan, tp_group: TensorParallelGroup
-) -> None:
-    layers: dict[str, list[nn.Module]] = {}
-    for entry in plan.entries:
-        if entry.style in COLUMN_STYLES and entry.region and entry.reads_region:
-            layers.setdefault(entry.region, []).append(modules[entry.name])
-    for region, readers in layers.items():
-        GatheredRegionInput(tp_group, readers).attach(modules[region])

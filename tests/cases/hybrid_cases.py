@@ -45,6 +45,11 @@ ON_OWN_AXIS = [name for name in MODES if name.startswith(("all_to_all", "ring_at
 LAYOUTS = {"tp 2": TP_2, "tp 4": TP_4, "tp 2 dp 2": TP_2_DP_2, **MODES}
 
 
+def entry_of(plan: Any, name: str) -> Any:
+    """Returns the entry of a module or bare parameter in a tensor-parallel plan."""
+    return next((entry for entry in plan.entries if entry.name == name), None)
+
+
 def models_under(layout: str) -> list[str]:
     """Returns the models that can be trained under a layout by name."""
     models = [*DENSE, *EXPERTS] if layout not in MODES else SEQUENCES

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import preload, run_ranks
+from hybrid_cases import entry_of
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -213,7 +214,7 @@ def test_styles_that_follow(name):
     model = make()
     plan = choose_plan(model, tp_size=2, plan=placements)
     for module, style in styles.items():
-        assert plan.entry_of(module).style == style
+        assert entry_of(plan, module).style == style
     specs = {parameter: rank_specs[0] for parameter, rank_specs in planned_shard_specs(model, plan, 2, 64).items()}
     assert "the weight is Shard(" in explain(plan, model, specs, 0, 2)
     mark(model, placements)

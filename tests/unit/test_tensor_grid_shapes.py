@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hybrid_cases import entry_of
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
@@ -63,7 +64,7 @@ def test_the_shapes_of_the_documents(grid, weights, activations):
         shapes = [list(specs[f"{name}.weight"][rank].local_shape)[::-1] for name in ("up", "down")]
         assert shapes == weights
     found = [
-        activation_shapes(plan.entry_of(name), getattr(model, name), grid, grid.num_ranks, 16)
+        activation_shapes(entry_of(plan, name), getattr(model, name), grid, grid.num_ranks, 16)
         for name in ("up", "down")
     ]
     assert [list(found[0][0]), list(found[0][1]), list(found[1][1])] == activations
@@ -75,7 +76,7 @@ def test_the_shapes_of_the_documents_in_one_dimension():
     plan = choose_plan(model, tp_size=2, plan=PLAN)
     specs = planned_shard_specs(model, plan, 2, 64)
     assert [list(specs[f"{name}.weight"][0].local_shape)[::-1] for name in PLAN] == [[256, 512], [512, 256]]
-    shapes = [activation_shapes(plan.entry_of(name), getattr(model, name), None, 2, 16) for name in PLAN]
+    shapes = [activation_shapes(entry_of(plan, name), getattr(model, name), None, 2, 16) for name in PLAN]
     assert shapes == [((16, 256), (16, 512)), ((16, 512), (16, 256))]
 
 
@@ -175,7 +176,7 @@ def test_a_norm_whose_layout_in_a_cube_is_unknown():
 
     model, plan = nn.Sequential(Block(), Block()), {"*.first": "colwise", "*.second": "rowwise"}
     resolved, _ = specs_of(model, SQUARE, plan)
-    assert resolved.entry_of("0.part.norm").style == "feature_wise"
+    assert entry_of(resolved, "0.part.norm").style == "feature_wise"
     with pytest.raises(ConfigError, match="which has 8 features outside and inside, so tp_mode='3d' can't know"):
         specs_of(model, CUBE, plan)
 

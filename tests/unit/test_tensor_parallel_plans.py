@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hybrid_cases import entry_of
 from torch import nn
 from zoo import get_model
 
@@ -58,7 +59,7 @@ def styles(plan: TensorParallelPlan) -> dict[str, str]:
 
 
 def blocks(plan: TensorParallelPlan, name: str) -> tuple[Block, ...]:
-    entry = plan.entry_of(name)
+    entry = entry_of(plan, name)
     assert entry is not None, name
     return entry.blocks
 
@@ -87,12 +88,12 @@ def test_llama_by_the_plan_of_transformers() -> None:
     assert blocks(plan, "model.layers.1.self_attn.o_proj") == (query,)
     assert blocks(plan, "model.layers.1.mlp.down_proj") == (Block(num_units=44),)
     assert plan.stacks == (("model.layers.0", "model.layers.1"),)
-    gate = plan.entry_of("model.layers.0.mlp.gate_proj")
+    gate = entry_of(plan, "model.layers.0.mlp.gate_proj")
     assert gate is not None
     assert gate.siblings == ("model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj")
     assert gate.region == "model.layers.0.mlp"
     assert gate.dim == 0
-    assert plan.entry_of("model.layers.0.mlp.down_proj").dim == 1
+    assert entry_of(plan, "model.layers.0.mlp.down_proj").dim == 1
     assert "transformers' own plan" in plan.source
 
 
@@ -115,7 +116,7 @@ def test_gemma_has_heads_wider_than_its_hidden_states() -> None:
     plan = choose_plan(model, tp_size=4)
     assert blocks(plan, "model.layers.0.self_attn.q_proj")[0].unit_size == 16
     assert local_sizes(blocks(plan, "model.layers.0.self_attn.k_proj"), 4) == [16] * 4
-    assert plan.entry_of("model.embed_tokens").style == "vocab"
+    assert entry_of(plan, "model.embed_tokens").style == "vocab"
 
 
 def test_norms_of_heads_sum_their_gradients_and_the_bare_model_has_no_head() -> None:
@@ -127,11 +128,11 @@ def test_norms_of_heads_sum_their_gradients_and_the_bare_model_has_no_head() -> 
 def test_experts_in_one_tensor_are_cut_by_its_dimensions() -> None:
     model = make("MixtralForCausalLM", "MixtralConfig", **LLAMA_LIKE, num_local_experts=4)
     plan = choose_plan(model, tp_size=2)
-    up, down = (plan.entry_of(f"model.layers.0.mlp.experts.{name}") for name in ("gate_up_proj", "down_proj"))
+    up, down = (entry_of(plan, f"model.layers.0.mlp.experts.{name}") for name in ("gate_up_proj", "down_proj"))
     assert up.is_parameter
     assert (up.style, up.dim, up.blocks) == ("packed_colwise", 1, (Block(num_units=44),) * 2)
     assert (down.style, down.dim, down.blocks) == ("rowwise", 2, (Block(num_units=44),))
-    assert plan.entry_of("model.layers.0.mlp.experts").style == "moe_tp_experts"
+    assert entry_of(plan, "model.layers.0.mlp.experts").style == "moe_tp_experts"
 
 
 def test_gathered_outputs_are_cut_in_plain_order() -> None:
@@ -150,7 +151,7 @@ def test_gpt_neox_keeps_query_key_and_value_of_a_head_together() -> None:
 def test_gpt2_is_packed_and_transposed() -> None:
     model = make("GPT2LMHeadModel", "GPT2Config", n_embd=32, n_head=4, n_layer=2, vocab_size=101, n_positions=16)
     plan = choose_plan(model, tp_size=2)
-    fused, out = (plan.entry_of(f"transformer.h.1.attn.{name}") for name in ("c_attn", "c_proj"))
+    fused, out = (entry_of(plan, f"transformer.h.1.attn.{name}") for name in ("c_attn", "c_proj"))
     assert (fused.style, fused.dim, fused.blocks) == ("packed_colwise", 1, (HEADS,) * 3)
     assert (out.style, out.dim, out.blocks) == ("rowwise", 0, (HEADS,))
     values = changes(plan, 2, 1)
@@ -164,7 +165,7 @@ def test_gpt2_is_packed_and_transposed() -> None:
 def test_gpt2_with_cross_attention_reads_two_inputs() -> None:
     model = make("GPT2LMHeadModel", "GPT2Config", n_embd=32, n_head=4, n_layer=1, add_cross_attention=True)
     plan = choose_plan(model, tp_size=2)
-    key_value, query = (plan.entry_of(f"transformer.h.0.crossattention.{name}") for name in ("c_attn", "q_attn"))
+    key_value, query = (entry_of(plan, f"transformer.h.0.crossattention.{name}") for name in ("c_attn", "q_attn"))
     assert key_value.blocks == (HEADS, HEADS)
     assert key_value.region == ""
     assert query.region == "transformer.h.0.crossattention"
@@ -182,7 +183,7 @@ def test_bert_with_and_without_a_head(kind: str) -> None:
     assert found[f"{layer}.attention.output.dense"] == "rowwise"
     assert blocks(plan, f"{prefix}encoder.layer.0.attention.output.dense") == (HEADS,)
     assert blocks(plan, f"{prefix}encoder.layer.0.output.dense") == (Block(num_units=44),)
-    assert plan.entry_of(f"{prefix}encoder.layer.0.attention.self.key").region.endswith("attention.self")
+    assert entry_of(plan, f"{prefix}encoder.layer.0.attention.self.key").region.endswith("attention.self")
     assert ("bert.embeddings.word_embeddings" in found) == (kind == "BertForMaskedLM")
     assert len(find_stacks(model)[0]) == 2
 
@@ -213,7 +214,7 @@ def test_opt_counts_heads_and_has_its_mlp_in_the_layer() -> None:
     model = make("OPTForCausalLM", "OPTConfig", **(LLAMA_LIKE | {"ffn_dim": 44, "word_embed_proj_dim": 32}))
     plan = choose_plan(model, tp_size=2)
     assert changes(plan, 2, 0)["model.decoder.layers.0.self_attn.num_heads"] == 2
-    assert plan.entry_of("model.decoder.layers.0.fc1").region == "model.decoder.layers.0.fc1"
+    assert entry_of(plan, "model.decoder.layers.0.fc1").region == "model.decoder.layers.0.fc1"
     assert styles(plan)["model.decoder.embed_tokens"] == "vocab"
 
 
@@ -226,10 +227,10 @@ def test_t5_splits_its_position_bias_and_all_that_shares_the_embedding() -> None
         "decoder.embed_tokens",
         "lm_head",
     }
-    bias = plan.entry_of("decoder.block.0.layer.0.SelfAttention.relative_attention_bias")
+    bias = entry_of(plan, "decoder.block.0.layer.0.SelfAttention.relative_attention_bias")
     assert (bias.style, bias.dim, bias.blocks) == ("embedding_colwise", 1, (Block(num_units=4),))
     assert changes(plan, 2, 0)["decoder.block.1.layer.1.EncDecAttention.n_heads"] == 2
-    assert plan.entry_of("decoder.block.1.layer.1.EncDecAttention.k").region == ""
+    assert entry_of(plan, "decoder.block.1.layer.1.EncDecAttention.k").region == ""
     assert len(plan.stacks) == 2
 
 
@@ -276,7 +277,7 @@ def test_whisper_has_two_stacks_and_a_head_that_is_tied() -> None:
     assert plan.stacks == (("model.encoder.layers.0",), ("model.decoder.layers.0",))
     assert styles(plan)["proj_out"] == "vocab_head"
     assert styles(plan)["model.decoder.embed_tokens"] == "vocab"
-    key = plan.entry_of("model.decoder.layers.0.encoder_attn.k_proj")
+    key = entry_of(plan, "model.decoder.layers.0.encoder_attn.k_proj")
     assert (key.region, len(key.siblings)) == ("", 2)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from hybrid_cases import entry_of
 from torch import nn
 from zoo import get_model
 
@@ -137,8 +138,8 @@ def test_a_transformer_whose_sequence_is_split() -> None:
     plan = choose_plan(get_model("user_transformer").construct(), tp_size=2, shards_sequence=True)
     alone = [entry.name for entry in plan.entries if entry.style == "sequence"]
     assert alone == [f"layers.{layer}.norm{norm}" for layer in (0, 1) for norm in (1, 2)]
-    assert plan.entry_of("layers.0.up").region == "layers.0.up"
-    assert plan.entry_of("layers.0.attention.key").region == "layers.0.attention"
+    assert entry_of(plan, "layers.0.up").region == "layers.0.up"
+    assert entry_of(plan, "layers.0.attention.key").region == "layers.0.attention"
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -348,7 +348,6 @@ def defer_weight_gradients(model: nn.Module, gradients: DeferredWeightGrads) -> 
 
 
 def _deferring_members(base: type[nn.Module]) -> dict[str, Any]:
-    """Return the members of a linear layer that can defer weight gradients."""
     plain = base.forward
     (_, input_name) = inspect.signature(plain).parameters
 

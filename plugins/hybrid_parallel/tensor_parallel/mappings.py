@@ -15,8 +15,9 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from booster.comm import start_all_gather, start_all_reduce, start_reduce_scatter
+from booster.comm import all_reduce_sum, start_all_gather, start_all_reduce, start_reduce_scatter, sum_dtype
 from booster.comm.fake import is_seen_by_modes
 from booster.core.opaque_operator import opaque
 
@@ -272,6 +273,12 @@ def all_gather_uneven(x: torch.Tensor, tp_group: TensorParallelGroup, sizes: Seq
     shards[tp_group.rank].narrow(dim, 0, local_size).copy_(x)
     start_all_gather(shards.view(-1), tp_group.group).wait()
     return torch.cat([shard.narrow(dim, 0, size) for shard, size in zip(shards, sizes, strict=True)], dim)
+
+
+def sum_over(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Return the sum of a tensor over a group, in the dtype of sums; not differentiable. Collective: yes."""
+    total = x.detach().to(sum_dtype(x.dtype), memory_format=torch.contiguous_format, copy=True)
+    return all_reduce_sum(total, group)
 
 
 def start_reduce_scatter_uneven(

@@ -6,7 +6,6 @@ transformers' plans.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,18 +28,26 @@ def make_sharded_experts(module: nn.Module, tp_group: TensorParallelGroup) -> No
 
     Collective: no; the module's forward and backward are.
     """
-    module.register_forward_pre_hook(partial(_copy_inputs, tp_group), with_kwargs=True)
+
+    def copy_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map_only(torch.Tensor, lambda one: copy_to_tp_region(one, tp_group), (args, kwargs))
+
+    module.register_forward_pre_hook(copy_inputs, with_kwargs=True)
     make_output_all_reduce(module, tp_group)
 
 
 def make_output_all_reduce(module: nn.Module, tp_group: TensorParallelGroup) -> None:
     """Style "all_reduce": all-reduce a module's output. Collective: no; the module's forward is."""
-    module.register_forward_hook(partial(_all_reduce_outputs, tp_group))
+
+    def all_reduce_outputs(_: nn.Module, args: Any, output: Any) -> Any:
+        return tree_map_only(torch.Tensor, lambda one: reduce_from_tp_region(one, tp_group), output)
+
+    module.register_forward_hook(all_reduce_outputs)
 
 
 def make_identity_expert(module: nn.Module, tp_group: TensorParallelGroup) -> None:
     """Style "moe_identity_expert": divide a replicated expert's input by the ranks, as the outputs are all-reduced."""
-    module.register_forward_pre_hook(partial(_scale_input, tp_group.size))
+    module.register_forward_pre_hook(lambda _, args: (args[0] / tp_group.size, *args[1:]))
 
 
 def make_latent_projection(module: nn.Module, tp_group: TensorParallelGroup, *, num_rotary: int) -> None:
@@ -57,24 +64,9 @@ def make_latent_projection(module: nn.Module, tp_group: TensorParallelGroup, *, 
 
     Collective: no; the module's backward is.
     """
-    module.register_forward_hook(partial(_copy_rotary, tp_group, num_rotary))
 
+    def copy_rotary(_: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        latent, rotary = output.split([output.shape[-1] - num_rotary, num_rotary], dim=-1)
+        return torch.cat([latent, copy_to_tp_region(rotary, tp_group)], dim=-1)
 
-def _copy_inputs(tp_group: TensorParallelGroup, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    args, kwargs = tree_map_only(torch.Tensor, lambda one: copy_to_tp_region(one, tp_group), (args, kwargs))
-    return args, kwargs
-
-
-def _all_reduce_outputs(tp_group: TensorParallelGroup, module: nn.Module, args: Any, output: Any) -> Any:
-    return tree_map_only(torch.Tensor, lambda one: reduce_from_tp_region(one, tp_group), output)
-
-
-def _scale_input(num_ranks: int, module: nn.Module, args: Any) -> Any:
-    return (args[0] / num_ranks, *args[1:])
-
-
-def _copy_rotary(
-    tp_group: TensorParallelGroup, num_rotary: int, module: nn.Module, args: Any, output: torch.Tensor
-) -> torch.Tensor:
-    latent, rotary = output.split([output.shape[-1] - num_rotary, num_rotary], dim=-1)
-    return torch.cat([latent, copy_to_tp_region(rotary, tp_group)], dim=-1)
+    module.register_forward_hook(copy_rotary)

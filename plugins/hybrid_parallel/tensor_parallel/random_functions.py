@@ -26,14 +26,12 @@ from .group import TensorParallelGroup, group_of_number
 _GROUP = "_random_functions_group"  # attribute of a layer
 
 
-def make_replicated_dropout(module: nn.Module, tp_group: TensorParallelGroup) -> None:
-    """Give a dropout whose input is replicated the same mask on all ranks, also inside of a region."""
-    module.register_forward_pre_hook(functools.partial(_change_stream, tp_group, False))
+def make_dropout(module: nn.Module, tp_group: TensorParallelGroup, *, is_sharded: bool) -> None:
+    """Give a dropout of a sharded input a mask of its own on every rank, one of a replicated input the same on all.
 
-
-def make_sharded_dropout(module: nn.Module, tp_group: TensorParallelGroup) -> None:
-    """Give a dropout whose input is sharded a mask of its own on every rank, also outside of a region."""
-    module.register_forward_pre_hook(functools.partial(_change_stream, tp_group, True))
+    Inside and outside of regions.
+    """
+    module.register_forward_pre_hook(functools.partial(_change_stream, tp_group, is_sharded))
 
 
 def _change_stream(tp_group: TensorParallelGroup, is_sharded: bool, module: nn.Module, args: Any) -> None:

@@ -107,10 +107,8 @@ class _GatherGeometry:
 
     def chunks(self, x: torch.Tensor) -> TokenChunks | None:
         """Return the chunks of a tensor of local or gathered tokens, or None if it is not chunked."""
-        is_empty = max(self.sizes) == 0
-        return (
-            None if is_empty or not is_chunked(x, self.tp_group, self.dim) else TokenChunks(self.tp_group, self.sizes)
-        )
+        has_chunks = max(self.sizes) > 0 and is_chunked(x, self.tp_group, self.dim)
+        return TokenChunks(self.tp_group, self.sizes) if has_chunks else None
 
     def all_gather_matmul(self, x: torch.Tensor, modules: Sequence[nn.Module]) -> torch.Tensor:
         """Return the tokens of all ranks, and store the layers' outputs in the group's `precomputed`."""
@@ -125,19 +123,12 @@ class _GatherGeometry:
 
 @dataclass(frozen=True, slots=True)
 class _LinearOperands:
-    """Operands of a layer that reads the input.
-
-    Attributes:
-        weight: The weight.
-        bias: The bias, or None.
-        is_transposed: If True, the weight is (inputs, outputs), otherwise (outputs, inputs).
-        deferred: The weight's node in backward, or None if it needs no gradient.
-    """
+    """Operands of a layer that reads the input."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
-    is_transposed: bool
-    deferred: OverlappedWeight | None
+    is_transposed: bool  # the weight is (inputs, outputs) then
+    deferred: OverlappedWeight | None  # the weight's node in backward, None if it needs no gradient
 
     @classmethod
     def of(cls, module: nn.Module) -> _LinearOperands:

@@ -222,8 +222,6 @@ class _WrapLogits(torch.autograd.Function):
 
 
 class _GatherLogits(torch.autograd.Function):
-    """Gather logits whose local entries have no graph."""
-
     @staticmethod
     def forward(ctx: Any, logits: VocabParallelLogits) -> torch.Tensor:
         return gather_from_tp_region(logits.local.detach(), logits.tp_group, logits.sizes).clone()

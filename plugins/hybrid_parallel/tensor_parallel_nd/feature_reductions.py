@@ -14,13 +14,14 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-from booster.comm import all_gather_equal, all_reduce_sum, sum_dtype
+from booster.comm import all_gather_equal, sum_dtype
 from booster.core.activation_policy import RECOMPUTED
 from booster.core.compiling import COMPILED
 from booster.core.layer_stacks import subclass_of
 from booster.core.opaque_operator import autocast_dtype, opaque
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.sequence_parallel.layer_stack import hidden_key
+from booster.plugins.hybrid_parallel.tensor_parallel.mappings import sum_over
 
 from .grid import TensorGrid, grid_of_number
 
@@ -196,12 +197,12 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mean: torch.Tensor, group: dist.ProcessGroup, size: int) -> torch.Tensor:
         ctx.group, ctx.size = group, size
-        return _sum(mean, group).div_(size).to(mean.dtype)
+        return sum_over(mean, group).div_(size).to(mean.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _sum(grad, ctx.group).div_(ctx.size).to(grad.dtype), None, None
+        return sum_over(grad, ctx.group).div_(ctx.size).to(grad.dtype), None, None
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -237,15 +238,9 @@ class _LayerNorm(torch.autograd.Function):
         normalized = (x.to(wide.dtype) - mean) * scale
         inside = wide if weight is None else wide * weight
         sums = torch.stack([inside.sum(-1, keepdim=True), (inside * normalized).sum(-1, keepdim=True)])
-        total, projection = _sum(sums, ctx.group).div_(ctx.num_features)
+        total, projection = sum_over(sums, ctx.group).div_(ctx.num_features)
         grad_x = ((inside - total - normalized * projection) * scale).to(x.dtype)
         dims = tuple(range(grad.dim() - 1))
         grad_weight = (wide * normalized).sum(dims).to(weight.dtype) if ctx.needs_input_grad[1] else None
         grad_bias = wide.sum(dims).to(grad.dtype) if ctx.needs_input_grad[2] else None
         return grad_x, grad_weight, grad_bias, None, None, None
-
-
-def _sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the sum over a group, as a new tensor in the dtype of sums."""
-    total = tensor.detach().to(sum_dtype(tensor.dtype), memory_format=torch.contiguous_format, copy=True)
-    return all_reduce_sum(total, group)

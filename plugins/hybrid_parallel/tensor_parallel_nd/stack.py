@@ -58,8 +58,6 @@ def take_own_examples(module: nn.Module, grid: TensorGrid, heads: Mapping[str, i
 
 
 class _GridStack:
-    """Hooks of the layers of a stack."""
-
     def __init__(self, grid: TensorGrid) -> None:
         self._grid = grid
         self._captured: CapturedOutputs | None = None
@@ -120,8 +118,6 @@ def _refuse_reordering(cache: Any, grid: TensorGrid) -> None:
 
 
 class _ArgumentHook:
-    """Forward pre-hook that takes this rank's examples of a module's arguments."""
-
     def __init__(self, grid: TensorGrid, names: Sequence[str], heads: Mapping[str, int]) -> None:
         self._grid = grid
         self._names = names

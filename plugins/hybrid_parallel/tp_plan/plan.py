@@ -36,7 +36,7 @@ def explain(
     seen: set[int] = set()
     local = full = 0
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        _, entry = entries.get(id(parameter), (name, None))
+        entry = entries.get(id(parameter))
         spec = shapes[id(parameter)]
         is_new = id(parameter) not in seen
         size = math.prod(spec.local_shape) * parameter.element_size() * is_new
@@ -61,14 +61,14 @@ def explain(
     return "\n".join(lines)
 
 
-def _entries_of(plan: TensorParallelPlan, model: nn.Module) -> dict[int, tuple[str, PlannedEntry]]:
-    """Return each parameter's planned name and entry by id; a tied parameter has several names."""
+def _entries_of(plan: TensorParallelPlan, model: nn.Module) -> dict[int, PlannedEntry]:
+    """Return each parameter's entry by id; a tied parameter has several names."""
     by_name = {entry.name: entry for entry in plan.entries}
-    found: dict[int, tuple[str, PlannedEntry]] = {}
+    found: dict[int, PlannedEntry] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         entry = by_name.get(name) or by_name.get(name.rpartition(".")[0])
         if entry is not None and (entry.blocks or id(parameter) not in found):
-            found[id(parameter)] = (name, entry)
+            found[id(parameter)] = entry
     return found
 
 
@@ -191,6 +191,10 @@ class AttributeChange:
     counts: Literal["units", "features"] = "units"
     divisor: Block | None = None
 
+    def apply(self, model: nn.Module, num_ranks: int, rank: int) -> None:
+        """Set the attribute to its value on a rank."""
+        setattr(model.get_submodule(self.module), self.attribute, self.local_value(num_ranks, rank))
+
     def local_value(self, num_ranks: int, rank: int) -> int:
         """Return the attribute's value on a rank."""
         held = units_of_rank(self.block, num_ranks, rank)
@@ -246,17 +250,6 @@ class TensorParallelPlan:
     source: str = ""
     notes: tuple[str, ...] = ()
     is_derived: bool = False
-
-    def entry_of(self, name: str) -> PlannedEntry | None:
-        """Return the entry of a module or bare parameter, or None."""
-        return next((entry for entry in self.entries if entry.name == name), None)
-
-    def sharded_ends(self, stack: Sequence[str]) -> dict[str, bool]:
-        """Return whether a stack begins and ends with this rank's tokens, as arguments of `attach_stack`."""
-        return {
-            "begins_sharded": any(after == stack[0] for _, after in self.handovers),
-            "ends_sharded": any(before == stack[-1] for before, _ in self.handovers),
-        }
 
 
 OPEN_STYLES = frozenset({"colwise", "packed_colwise"})
