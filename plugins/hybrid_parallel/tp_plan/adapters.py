@@ -134,7 +134,6 @@ def _names_of(name: str, wrappers: Mapping[str, nn.Module]) -> list[str]:
 
 
 def _adapter_entries(entry: PlannedEntry, owner: str, wrapper: nn.Module) -> Iterator[PlannedEntry]:
-    """Yield the entries of a layer's adapters."""
     if "modules_to_save" in wrapper._modules:
         return  # copies of the layer, with entries of their own
     if entry.name != owner or entry.is_parameter or not _is_low_rank(wrapper, entry.style):

@@ -190,13 +190,10 @@ def _pairs(model: nn.Module, columns: Iterable[str], rows: Iterable[str]) -> dic
             outer = owner_of(row).rpartition(".")[0]
             apart = (name for name in columns if owner_of(name) not in with_rows)
             near = [name for name in apart if owner_of(row) and owner_of(name).rpartition(".")[0] == outer]
-        found[row] = [name for name in near if _may_feed(model, name, inputs)]
+        outputs = {name: feature_sizes(model.get_submodule(name))[1] for name in near}
+        # Key-value heads may be fewer.
+        found[row] = [name for name in near if outputs[name] % inputs == 0 or role_of(name)]
     return found
-
-
-def _may_feed(model: nn.Module, name: str, inputs: int) -> bool:
-    outputs = feature_sizes(model.get_submodule(name))[1]
-    return outputs % inputs == 0 or bool(role_of(name))  # key-value heads may be fewer
 
 
 def _column_style(model: nn.Module, name: str, inputs: int) -> Style:

@@ -97,7 +97,7 @@ def find_attentions(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, 
         # the projections of an attention may have unusual names
         is_attention = role or (
             "att" in owner.rpartition(".")[2].lower()
-            and _first_number(model.get_submodule(owner), NUM_QUERY_NAMES) is not None
+            and first_number(model.get_submodule(owner), NUM_QUERY_NAMES) is not None
         )
         if is_attention:
             modules.setdefault(owner, {})[role] = name
@@ -214,8 +214,8 @@ def _attention(model: nn.Module, owner: str, names: Mapping[str, str], styles: M
     layers = {role: model.get_submodule(name) for role, name in names.items() if role}
     sizes = {role: feature_sizes(layer)[1] for role, layer in layers.items()}
     given = next((styles[name].num_heads for role, name in names.items() if role in ("query", "fused")), None)
-    num_query = given or _first_number(module, NUM_QUERY_NAMES) or _first_number(config, NUM_QUERY_NAMES)
-    head_size = _first_number(module, _HEAD_SIZE_NAMES)
+    num_query = given or first_number(module, NUM_QUERY_NAMES) or first_number(config, NUM_QUERY_NAMES)
+    head_size = first_number(module, _HEAD_SIZE_NAMES)
     if num_query is None and head_size and "query" in sizes:
         num_query = sizes["query"] // head_size
     if num_query is None:
@@ -236,9 +236,9 @@ def _attention(model: nn.Module, owner: str, names: Mapping[str, str], styles: M
 def _num_key_value(
     module: nn.Module, config: object, num_query: int, sizes: Mapping[str, int], head_size: int | None
 ) -> int:
-    if number := _first_number(module, NUM_KEY_VALUE_NAMES):
+    if number := first_number(module, NUM_KEY_VALUE_NAMES):
         return number
-    if per_group := _first_number(module, PER_GROUP_NAMES):
+    if per_group := first_number(module, PER_GROUP_NAMES):
         return num_query // per_group
     if head_size and "fused" in sizes and "query" not in sizes:
         return max(1, (sizes["fused"] // head_size - num_query) // 2)
@@ -247,10 +247,11 @@ def _num_key_value(
             return num_query
         size = head_size or sizes["query"] // num_query
         return max(1, sizes["key"] // size)
-    return _first_number(config, NUM_KEY_VALUE_NAMES) or num_query
+    return first_number(config, NUM_KEY_VALUE_NAMES) or num_query
 
 
-def _first_number(holder: object, names: tuple[str, ...]) -> int | None:
+def first_number(holder: object, names: tuple[str, ...]) -> int | None:
+    """Return the first of these attributes of a module or configuration that is a positive integer, or None."""
     found = (getattr(holder, name, None) for name in names)
     return next((number for number in found if isinstance(number, int) and number > 0), None)
 

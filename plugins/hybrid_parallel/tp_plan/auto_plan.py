@@ -7,7 +7,7 @@ import contextlib
 import functools
 import inspect
 import textwrap
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -113,15 +113,10 @@ def _shape_attributes(*sources: str) -> frozenset[str]:
             for argument in (*call.args, *(keyword.value for keyword in call.keywords)):
                 name = argument.value if isinstance(argument, ast.Starred) else argument
                 given = values.get(name.id, []) if isinstance(name, ast.Name) else []
-                found.update(_own_attributes((argument, *given)))
+                for node in (inner for one in (argument, *given) for inner in ast.walk(one)):
+                    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+                        found.add(node.attr)
     return frozenset(found)
-
-
-def _own_attributes(expressions: Iterable[ast.expr]) -> Iterator[str]:
-    for expression in expressions:
-        for node in ast.walk(expression):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
-                yield node.attr
 
 
 _MAX_COLUMNS = 4  # layers that read one input: query, key, value, and a gate
@@ -218,7 +213,6 @@ class _PlanSearch:
         self._note(name, [key for key in free if key not in found], reason)
 
     def add(self, prefix: str, split: SplitCandidate) -> None:
-        """Add the styles of a split."""
         for key, blocks in split.columns.items():
             word = "packed_colwise" if len(blocks) > 1 else "colwise"
             self.styles[f"{prefix}{key}"] = Style(word, blocks)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from booster.errors import ConfigError, first_line
 from booster.plugins.hybrid_parallel.tensor_parallel.linear import is_linear
 from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import Block, local_sizes, sharded_spec
+from booster.pytree import map_tensors
 
 from .plan import (
     COLUMN_STYLES,
@@ -93,31 +93,17 @@ class EquivalenceCheck:
         self._tp_size = tp_size
         self.inputs = inputs
         self.arguments = arguments
-        self.calls: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        repeated: set[str] = set()
-        handles = []
-        for name, layer in module.named_modules():
-            if not is_linear(layer):
-                continue
-
-            def record(_: nn.Module, given: tuple[torch.Tensor, ...], output: torch.Tensor, name: str = name) -> None:
-                if name in self.calls or len(given) != 1:
-                    repeated.add(name)
-                else:
-                    self.calls[name] = (given[0].clone(), output.clone())
-
-            handles.append(layer.register_forward_hook(record))
-        try:
-            with _AttentionSizes() as sizes:
-                self.output = run(module, inputs, arguments)
-        finally:
-            for handle in handles:
-                handle.remove()
+        linear_layers = [name for name, layer in module.named_modules() if is_linear(layer)]
+        with _AttentionSizes() as sizes:
+            self.output, recorded = record_calls(module, linear_layers, inputs, arguments)
+        self.calls: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
+            name: (given[0], output)
+            for name, ((given, output), *others) in recorded.items()
+            if len(given) == 1 and not others
+        }
         self.num_heads = sizes.num_heads
         self.had_size_error = False
         self.other: EquivalenceCheck | None = None
-        for name in repeated:
-            self.calls.pop(name, None)
 
     def is_equivalent(self, split: SplitCandidate) -> bool:
         """Whether the module computes the same with these layers sharded."""
@@ -162,13 +148,20 @@ class EquivalenceCheck:
     ) -> dict[str, torch.Tensor]:
         """Return the gradients of the parameters of all but the sharded layers; `place` is (num_ranks, rank)."""
         for name in split.columns:
-            layer = module.get_submodule(name)
-            layer.forward = functools.partial(_detached, layer.forward)  # type: ignore[method-assign]
+            module.get_submodule(name).register_forward_pre_hook(lambda _, given: (given[0].detach(),))
         if place is not None:
-            row = module.get_submodule(split.row)
-            row.forward = functools.partial(  # type: ignore[method-assign]
-                _with_local_gradient, self.calls[split.row][1], _local_row(row, split.row_blocks, *place)
-            )
+            row, output = module.get_submodule(split.row), self.calls[split.row][1]
+            local = copy.deepcopy(row)
+            weight = local.get_parameter("weight")
+            shard_spec = sharded_spec(weight.shape, split_dim(local, "rowwise"), split.row_blocks, *place)
+            local.weight = nn.Parameter(shard_spec.shard(weight), requires_grad=False)
+
+            def forward(given: torch.Tensor) -> torch.Tensor:
+                """Return the output of all ranks, with the gradient of this rank's own part."""
+                own: torch.Tensor = local(given)
+                return output + (own - own.detach())
+
+            row.forward = forward
         sharded = {*split.columns, split.row}
         others = {
             name: parameter
@@ -195,8 +188,7 @@ class EquivalenceCheck:
         for name, blocks in split.columns.items():
             shard_layer(module.get_submodule(name), "colwise", blocks, num_ranks, rank)
         for change in split.attributes:
-            value = change.local_value(num_ranks, rank)
-            setattr(module.get_submodule(change.module), change.attribute, value)
+            change.apply(module, num_ranks, rank)
         return module
 
     def _is_rank_equivalent(self, split: SplitCandidate, num_ranks: int, rank: int) -> bool:
@@ -213,24 +205,6 @@ class EquivalenceCheck:
             self.had_size_error |= "is invalid for input of size" in message or "values to unpack" in message
             return False
         return len(seen) == 1 and all_close(seen[0], shard_spec.shard(full)) and all_close(result, self.output)
-
-
-def _detached(forward: Callable[[torch.Tensor], torch.Tensor], given: torch.Tensor) -> torch.Tensor:
-    return forward(given.detach())
-
-
-def _with_local_gradient(output: torch.Tensor, local_row: nn.Module, given: torch.Tensor) -> torch.Tensor:
-    """Return the output of all ranks, with the gradient of a rank's own part."""
-    own: torch.Tensor = local_row(given)
-    return output + (own - own.detach())
-
-
-def _local_row(row: nn.Module, blocks: tuple[Block, ...], num_ranks: int, rank: int) -> nn.Module:
-    local = copy.deepcopy(row)
-    weight = local.get_parameter("weight")
-    shard_spec = sharded_spec(weight.shape, split_dim(local, "rowwise"), blocks, num_ranks, rank)
-    local.weight = nn.Parameter(shard_spec.shard(weight), requires_grad=False)
-    return local
 
 
 def run_equivalence_check(module: nn.Module, tp_size: int = 2) -> EquivalenceCheck | str:
@@ -312,8 +286,6 @@ def _inputs(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 class _AttentionSizes(torch.overrides.TorchFunctionMode):
-    """Records the numbers of heads in calls of scaled_dot_product_attention and 4-d softmax."""
-
     def __init__(self) -> None:
         super().__init__()
         self.num_heads: list[int] = []
@@ -363,6 +335,21 @@ def run(
     if not all(one is None or isinstance(one, torch.Tensor) for one in outputs):
         raise TypeError("its output is not a tensor")
     return [one for one in outputs if isinstance(one, torch.Tensor)]
+
+
+def record_calls(
+    module: nn.Module, names: Iterable[str], inputs: torch.Tensor, arguments: Mapping[str, object]
+) -> tuple[list[torch.Tensor], dict[str, list[tuple[tuple[Any, ...], Any]]]]:
+    """Run a module; return its output, and copies of the arguments and output of each call of modules inside of it."""
+    calls: dict[str, list[tuple[tuple[Any, ...], Any]]] = {}
+    with contextlib.ExitStack() as hooks:
+        for name in names:
+
+            def record(_: nn.Module, given: tuple[Any, ...], output: Any, name: str = name) -> None:
+                calls.setdefault(name, []).append((map_tensors(torch.clone, given), map_tensors(torch.clone, output)))
+
+            hooks.callback(module.get_submodule(name).register_forward_hook(record).remove)
+        return run(module, inputs, arguments), calls
 
 
 def shard_layer(layer: nn.Module, style: str, blocks: tuple[Block, ...], num_ranks: int, rank: int) -> None:
@@ -445,15 +432,17 @@ def _find_violation(layer: nn.Module, name: str, entries: Iterable[PlannedEntry]
 def _compare(check: EquivalenceCheck, gathering: set[str], sharded: set[str]) -> str:
     """Return how a run on the first tokens differs, or "" if it does not.
 
-    Args:
-        check: The layer's recorded run.
-        gathering: Modules that gather the tokens of their input and return all tokens.
-        sharded: Modules that return the rank's tokens.
+    Modules of `gathering` gather the tokens of their input and return all; those of `sharded` return the rank's.
     """
     if check.inputs.ndim < 3:
         return "its input is not a tensor of (batch, length, features)"
     num_tokens = max(1, check.inputs.shape[1] // 2)
-    recorded = _record(check, gathering | sharded)
+    _, calls = record_calls(copy.deepcopy(check.module), gathering | sharded, check.inputs, check.arguments)
+    recorded: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
+        name: (given[0], output)
+        for name, ((given, output), *others) in calls.items()
+        if not others and given and isinstance(given[0], torch.Tensor) and isinstance(output, torch.Tensor)
+    }
     if set(recorded) != gathering | sharded:
         return "not all of them are called once with one tensor and return one tensor"
     module = copy.deepcopy(check.module)
@@ -462,13 +451,8 @@ def _compare(check: EquivalenceCheck, gathering: set[str], sharded: set[str]) ->
         first_tokens = given[:, :num_tokens]
         # A row-parallel layer next to its column-parallel layers gets all tokens, as these return them.
         expected = (first_tokens, given) if gathering and name in sharded else (first_tokens,)
-        _replace(
-            module.get_submodule(name),
-            name,
-            expected,
-            output if name in gathering else output[:, :num_tokens],
-            differing,
-        )
+        returned = output if name in gathering else output[:, :num_tokens]
+        _replace(module.get_submodule(name), name, expected, returned, differing)
     try:
         result: list[torch.Tensor] | str = run(module, check.inputs[:, :num_tokens], check.arguments)
     except Exception as error:  # a user's forward may raise anything
@@ -479,24 +463,6 @@ def _compare(check: EquivalenceCheck, gathering: set[str], sharded: set[str]) ->
         return result
     same = all_close(result, [one[:, :num_tokens] for one in check.output])
     return "" if same else "its output for some tokens depends on others"
-
-
-def _record(check: EquivalenceCheck, names: set[str]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-    refused: set[str] = set()
-    module = copy.deepcopy(check.module)
-    for name in names:
-
-        def record(_: nn.Module, given: tuple[object, ...], output: object, name: str = name) -> None:
-            first = given[0] if given else None
-            if name in found or not isinstance(first, torch.Tensor) or not isinstance(output, torch.Tensor):
-                refused.add(name)
-            else:
-                found[name] = (first.clone(), output.clone())
-
-        module.get_submodule(name).register_forward_hook(record)
-    run(module, check.inputs, check.arguments)
-    return {name: calls for name, calls in found.items() if name not in refused}
 
 
 def _replace(

@@ -159,7 +159,6 @@ def _region_of(name: str, style: Style, stacks: tuple[tuple[str, ...], ...]) -> 
 
 
 def _is_cross_attention(name: str) -> bool:
-    """Whether a module belongs to a cross-attention."""
     lower = name.lower()
     return any(word in lower for word in _CROSS_ATTENTION) or lower.endswith(".q_attn")
 
@@ -313,7 +312,13 @@ def _read_user_plan(model: nn.Module, plan: UserPlan) -> PartialPlan:
     names = [name for name, _ in inner.named_modules()] + [name for name, _ in inner.named_parameters()]
     matched, unmatched = match_names(styles, names, str(getattr(inner, "base_model_prefix", "")))
     if unmatched:
-        _raise_unmatched(unmatched[0], names)
+        known = sorted({generalize(name) for name in names if name})
+        near = difflib.get_close_matches(unmatched[0], known, n=3, cutoff=0.4)
+        hint = f": did you mean {' or '.join(repr(name) for name in near)}?" if near else ""
+        raise ConfigError(
+            f"the plan has {unmatched[0]!r}, which matches no module or parameter of the model{hint or ':'} write names"
+            " as in model.named_modules(), with * for a layer's index"
+        )
     found = {name: style for name, (style, _) in matched.items()}
     _check_no_layer_parameters(inner, found)
     return PartialPlan(
@@ -333,16 +338,6 @@ def _check_no_layer_parameters(model: nn.Module, styles: Mapping[str, Style]) ->
                 f"the plan has {styles[name].name!r} for {name!r}, the {leaf} of a {type(module).__name__}, but styles"
                 f" apply to layers, not their parameters: name the module, {generalize(owner)!r}"
             )
-
-
-def _raise_unmatched(pattern: str, names: list[str]) -> None:
-    known = sorted({generalize(name) for name in names if name})
-    near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.4)
-    hint = f": did you mean {' or '.join(repr(name) for name in near)}?" if near else ""
-    raise ConfigError(
-        f"the plan has {pattern!r}, which matches no module or parameter of the model{hint or ':'} write names as in"
-        " model.named_modules(), with * for a layer's index"
-    )
 
 
 def choose_plan(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -20,6 +20,7 @@ from .equivalence_check import (
     UNSHARDED_SIZES_HINT,
     all_close,
     module_signature,
+    record_calls,
     run,
     shard_layer,
     try_inputs,
@@ -28,7 +29,6 @@ from .plan import (
     CLOSING_STYLES,
     OPEN_STYLES,
     SHARDED_STYLES,
-    AttributeChange,
     PlannedEntry,
     TensorParallelPlan,
     feature_sizes,
@@ -46,30 +46,18 @@ _UNSHARDED_BOUNDARY = (SHARDED_STYLES - _SHARDED_OUTPUT - CLOSING_STYLES) | {
 _USER_PLAN_TOLERANCE = 1e-4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ModulePlan:
-    """The plan of one module, with names relative to it."""
-
-    entries: tuple[PlannedEntry, ...]
-    attributes: tuple[AttributeChange, ...]
-
-
 class _ReferenceRun:
     """Reference run of a module: its output, and the input and output of each call of its row-parallel layers."""
 
     def __init__(
-        self, module_plan: _ModulePlan, module: nn.Module, inputs: torch.Tensor, arguments: Mapping[str, object]
+        self, module_plan: TensorParallelPlan, module: nn.Module, inputs: torch.Tensor, arguments: Mapping[str, object]
     ) -> None:
         self.module, self.inputs, self.arguments = module, inputs, arguments
-        self.calls: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        recording = _shared_copy(module)
-        for entry in module_plan.entries:
-            if entry.style in CLOSING_STYLES:
-                calls = self.calls.setdefault(entry.name, [])
-                recording.get_submodule(entry.name).register_forward_hook(
-                    lambda _, given, output, calls=calls: calls.append((given[0].clone(), output.clone()))
-                )
-        self.output = run(recording, inputs, arguments)
+        rows = [entry.name for entry in module_plan.entries if entry.style in CLOSING_STYLES]
+        self.output, recorded = record_calls(_shared_copy(module), rows, inputs, arguments)
+        self.calls: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {
+            name: [(given[0], output) for given, output in calls] for name, calls in recorded.items()
+        }
         again = run(_shared_copy(module), inputs, arguments, seed=3)
         self.is_repeatable = all_close(self.output, again, _USER_PLAN_TOLERANCE)
 
@@ -124,7 +112,8 @@ def _modules_to_run(plan: TensorParallelPlan, model: nn.Module) -> list[str]:
     return sorted(found, key=lambda name: -len(name.split(".")) if name else 0)
 
 
-def _module_plan(name: str, plan: TensorParallelPlan) -> _ModulePlan:
+def _module_plan(name: str, plan: TensorParallelPlan) -> TensorParallelPlan:
+    """Return the part of a plan for a module, with names relative to it."""
     prefix = f"{name}." if name else ""
     entries = [
         replace(entry, name=entry.name.removeprefix(prefix), region="", siblings=(), reason="")
@@ -136,10 +125,10 @@ def _module_plan(name: str, plan: TensorParallelPlan) -> _ModulePlan:
         for change in plan.attributes
         if f"{change.module}.".startswith(prefix)
     ]
-    return _ModulePlan(entries=tuple(entries), attributes=tuple(changes))
+    return TensorParallelPlan(entries=tuple(entries), attributes=tuple(changes))
 
 
-def _verify(name: str, module: nn.Module, module_plan: _ModulePlan, tp_size: int) -> str | None:
+def _verify(name: str, module: nn.Module, module_plan: TensorParallelPlan, tp_size: int) -> str | None:
     """Raise if a module computes different results in shards; return a reason if it cannot be verified."""
     for entry in module_plan.entries:
         if entry.is_parameter or entry.style not in _SHARDED_OUTPUT | CLOSING_STYLES | _UNSHARDED_BOUNDARY:
@@ -161,29 +150,25 @@ def _shared_copy(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, {id(one): one for one in module.parameters()})
 
 
-def _find_mismatch(module_plan: _ModulePlan, reference: _ReferenceRun, num_ranks: int, rank: int) -> str | None:
+def _find_mismatch(module_plan: TensorParallelPlan, reference: _ReferenceRun, num_ranks: int, rank: int) -> str | None:
     module = _shared_copy(reference.module)
     mismatches: list[str] = []
     for entry in module_plan.entries:
         layer = module.get_submodule(entry.name)
         if entry.style in _SHARDED_OUTPUT:
             shard_layer(layer, entry.style, entry.blocks, num_ranks, rank)
-        elif entry.style in CLOSING_STYLES and reference.calls[entry.name]:
+        elif entry.name in reference.calls:
             layer.forward = _reduced_row(entry, reference.calls[entry.name], mismatches, num_ranks, rank)
     for change in module_plan.attributes:
-        value = change.local_value(num_ranks, rank)
-        setattr(module.get_submodule(change.module), change.attribute, value)
+        change.apply(module, num_ranks, rank)
     try:
         output = run(module, reference.inputs, reference.arguments)
     except Exception as error:  # a user's forward may raise anything
         return mismatches[0] if mismatches else f"it raises {type(error).__name__}: {first_line(error)}"
     if mismatches:
         return mismatches[0]
-    return (
-        None
-        if all_close(output, reference.output, _USER_PLAN_TOLERANCE)
-        else "its output differs from that of the unsharded module"
-    )
+    is_equal = all_close(output, reference.output, _USER_PLAN_TOLERANCE)
+    return None if is_equal else "its output differs from that of the unsharded module"
 
 
 def _reduced_row(
@@ -211,7 +196,7 @@ def _reduced_row(
     return forward
 
 
-def _raise_mismatch(name: str, module: nn.Module, module_plan: _ModulePlan, mismatch: str, tp_size: int) -> None:
+def _raise_mismatch(name: str, module: nn.Module, module_plan: TensorParallelPlan, mismatch: str, tp_size: int) -> None:
     where = f"{name!r} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
     given = ", ".join(
         f"{one.name!r}: {one.style!r}" for one in module_plan.entries if one.style in _SHARDED_OUTPUT | CLOSING_STYLES
@@ -223,7 +208,7 @@ def _raise_mismatch(name: str, module: nn.Module, module_plan: _ModulePlan, mism
     )
 
 
-def _hints(module: nn.Module, module_plan: _ModulePlan, mismatch: str) -> Iterator[str]:
+def _hints(module: nn.Module, module_plan: TensorParallelPlan, mismatch: str) -> Iterator[str]:
     layers = {one.name: module.get_submodule(one.name) for one in module_plan.entries if one.style in OPEN_STYLES}
     swapped = (
         "if 'colwise' and 'rowwise' are swapped, exchange them: 'colwise' is for the layers that run first, 'rowwise'"

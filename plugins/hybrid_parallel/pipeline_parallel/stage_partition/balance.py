@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any
 
 from torch import nn
 
 from booster.errors import ConfigError
+from booster.plugins.hybrid_parallel.tp_plan.attention_heads import first_number
 
 from .stage_plan import StagePlan, listed
 
@@ -130,13 +130,8 @@ def _share_of_experts(model: nn.Module) -> float:
     """Return the share of the experts that a token is routed to, if it is in the model's config."""
     for module in model.modules():
         config = getattr(module, "config", None)
-        chosen = _number(config, "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
-        there = _number(config, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+        chosen = first_number(config, ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"))
+        there = first_number(config, ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"))
         if chosen and there:
             return min(1.0, chosen / there)
     return 1.0
-
-
-def _number(config: Any, *names: str) -> int:
-    values = (getattr(config, name, None) for name in names)
-    return next((value for value in values if type(value) is int and value > 0), 0)
