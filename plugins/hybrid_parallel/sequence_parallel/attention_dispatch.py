@@ -129,56 +129,6 @@ _NAMES = ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp")
 _CUMULATIVE = frozenset(getattr(where, name) for where in (torch, torch.Tensor) for name in _NAMES)
 
 
-def _attend_in_stack(
-    layer: LayerContext,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """Run `F.scaled_dot_product_attention` of this rank's tokens to all tokens, or to another, unsharded sequence.
-
-    The mask is that of the full sequence. Collective: yes, except for attention to another sequence.
-    """
-    if query.dim() == 3:
-        mask = attn_mask.unsqueeze(1) if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
-        query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
-        return _attend_in_stack(layer, query, key, value, mask, dropout_p, is_causal, scale).squeeze(1)
-    sp_group = layer.sp_group
-    local_length = query.shape[-2]
-    length = layer.full_length(local_length)
-    sharding = sp_group.sharding_of(length)
-    if sharding.local_length(sp_group.rank) != local_length:
-        raise ConfigError(
-            f"attention got {local_length} queries in a stack where this rank has"
-            f" {sharding.local_length(sp_group.rank)} of {length} tokens: give F.scaled_dot_product_attention (batch,"
-            " heads, tokens, features), and the layers hidden states (batch, tokens, features)"
-        )
-    with layer.attention():
-        if layer.is_unsharded(key.shape[-2], local_length):
-            if attn_mask is not None and attn_mask.dim() > 1 and attn_mask.shape[-2] == length > 1:
-                attn_mask = sharding.shard(attn_mask, attn_mask.dim() - 2, sp_group.rank)
-            return _dense_attention(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
-        return sequence_attention(
-            query,
-            key,
-            value,
-            sp_group,
-            attn_mask=attn_mask,
-            dropout_p=dropout_p,
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-            length=length,
-        )
-
-
 def _dispatch_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -213,13 +163,47 @@ def _attend(
     scale: float | None,
     enable_gqa: bool,
 ) -> torch.Tensor:
+    """Run `F.scaled_dot_product_attention` of this rank's tokens to all tokens, or to another, unsharded sequence.
+
+    The mask is that of the full sequence. Collective: yes, except for attention to another sequence.
+    """
     layer = current_layer()
     if layer is None or layer.is_in_attention:
         return _dense_attention(query, key, value, mask, dropout, is_causal, scale=scale, enable_gqa=enable_gqa)
     layer.visible = visible
     if bias is not None:
         mask = _add_bias(layer, bias, mask, is_causal=is_causal)
-    return _attend_in_stack(layer, query, key, value, mask, dropout, is_causal and mask is None, scale, enable_gqa)
+    is_causal = is_causal and mask is None
+    if query.dim() == 3:
+        mask = mask.unsqueeze(1) if mask is not None and mask.dim() == 3 else mask
+        query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
+        return _attend(visible, query, key, value, None, mask, dropout, is_causal, scale, False).squeeze(1)
+    sp_group, local_length = layer.sp_group, query.shape[-2]
+    length = layer.full_length(local_length)
+    sharding = sp_group.sharding_of(length)
+    if sharding.local_length(sp_group.rank) != local_length:
+        raise ConfigError(
+            f"attention got {local_length} queries in a stack where this rank has"
+            f" {sharding.local_length(sp_group.rank)} of {length} tokens: give F.scaled_dot_product_attention (batch,"
+            " heads, tokens, features), and the layers hidden states (batch, tokens, features)"
+        )
+    with layer.attention():
+        if layer.is_unsharded(key.shape[-2], local_length):
+            if mask is not None and mask.dim() > 1 and mask.shape[-2] == length > 1:
+                mask = sharding.shard(mask, mask.dim() - 2, sp_group.rank)
+            return _dense_attention(query, key, value, mask, dropout, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return sequence_attention(
+            query,
+            key,
+            value,
+            sp_group,
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            length=length,
+        )
 
 
 def _attention_output(visible: Any, query: torch.Tensor, key: Any, value: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -308,7 +292,13 @@ def _attending_members(base: type[nn.Module]) -> dict[str, Any]:
         info: SequenceInfo | None = kwargs.pop(SEQUENCE_INFO, None)
         if info is None and not is_in_backward():
             return base.forward(self, *args, **kwargs)
-        running = _layer_context(self.__dict__[_STACK], info, args, kwargs)
+        stack: ShardedStack = self.__dict__[_STACK]
+        if info is None:
+            running = LayerContext(stack, None, ())
+        else:
+            given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+            unsharded = tuple(given[key] for key in info.unsharded)
+            running = LayerContext(stack, info.length, unsharded, tuple(given[info.hidden].shape[:2]))
         with enter_layer(running):
             try:
                 output = base.forward(self, *args, **kwargs)
@@ -324,16 +314,6 @@ def _attending_members(base: type[nn.Module]) -> dict[str, Any]:
     return {"forward": calls_compiled(forward)}
 
 
-def _layer_context(
-    stack: ShardedStack, info: SequenceInfo | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> LayerContext:
-    if info is None:
-        return LayerContext(stack, None, ())
-    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    unsharded = tuple(given[key] for key in info.unsharded)
-    return LayerContext(stack, info.length, unsharded, tuple(given[info.hidden].shape[:2]))
-
-
 def _intercept_submodules(layer: nn.Module, stack: ShardedStack) -> None:
     """Record the arguments of a layer's submodules, and dispatch attention if they are recomputed separately.
 
@@ -341,18 +321,15 @@ def _intercept_submodules(layer: nn.Module, stack: ShardedStack) -> None:
     the same name.
     """
     for submodule in layer.modules():
-        if (
-            submodule is not layer
-            and next(submodule.children(), None) is not None
-            and not isinstance(submodule, nn.ModuleList)
-        ):
-            submodule.__dict__[_STACK] = stack
-            submodule.__class__ = subclass_of(type(submodule), "submodule", _submodule_members)
-            compute_bias = getattr(submodule, "compute_bias", None)
-            if compute_bias is not None and {"query_length", "key_length"} <= set(
-                inspect.signature(compute_bias).parameters
-            ):
-                submodule.__class__ = subclass_of(type(submodule), "bias", _bias_members)
+        is_leaf = next(submodule.children(), None) is None
+        if submodule is layer or is_leaf or isinstance(submodule, nn.ModuleList):
+            continue
+        submodule.__dict__[_STACK] = stack
+        submodule.__class__ = subclass_of(type(submodule), "submodule", _submodule_members)
+        compute_bias = getattr(submodule, "compute_bias", None)
+        names = () if compute_bias is None else inspect.signature(compute_bias).parameters
+        if {"query_length", "key_length"} <= set(names):
+            submodule.__class__ = subclass_of(type(submodule), "bias", _bias_members)
 
 
 def _submodule_members(base: type[nn.Module]) -> dict[str, Any]:
@@ -450,7 +427,13 @@ def use_sequence_attention(model: nn.Module) -> None:
     configs = {id(config): config for config in _configs(model)}
     if not configs:
         return
-    _register()
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
+
+    AttentionInterface.register(IMPLEMENTATION, _attention_forward)
+    AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
+    AttentionInterface.register(_EAGER, functools.partial(_attention_forward, is_eager=True))
+    AttentionMaskInterface.register(_EAGER, eager_mask)
     for config in configs.values():
         if config._attn_implementation not in (None, "eager", "sdpa", IMPLEMENTATION, _EAGER):
             raise ConfigError(
@@ -474,16 +457,6 @@ def _configs(model: nn.Module) -> list[Any]:
     ]
     found = (getattr(module, "config", None) for module in looking_up)
     return [config for config in found if hasattr(config, "_attn_implementation")]
-
-
-def _register() -> None:
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
-
-    AttentionInterface.register(IMPLEMENTATION, _attention_forward)
-    AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
-    AttentionInterface.register(_EAGER, functools.partial(_attention_forward, is_eager=True))
-    AttentionMaskInterface.register(_EAGER, eager_mask)
 
 
 def _attention_forward(

@@ -78,16 +78,9 @@ _TOKENS = 1  # the dimension of hidden states that is the sequence
 
 @dataclass(slots=True)
 class _StackForward:
-    """State of a forward inside of the stack.
-
-    Attributes:
-        length: Tokens of the full sequence.
-        captured: Layer outputs that transformers captures.
-        replicated: Unsharded arguments and their copies, by the argument's id.
-    """
-
     length: int
     captured: CapturedOutputs
+    # Unsharded arguments and their copies, by the argument's id.
     replicated: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
 
@@ -151,11 +144,9 @@ class LayerStack:
         length = self._received_length(x) if self.begins_sharded else x.shape[_TOKENS]
         if len(self._lengths_seen) < 2:  # `full_length` only distinguishes one length from several
             self._lengths_seen.add(length)
-        self._forward = (
-            None
-            if is_in_backward()
-            else _StackForward(length, CapturedOutputs(sees_all_tokens=not self.shards_attention))
-        )
+        self._forward = None
+        if not is_in_backward():
+            self._forward = _StackForward(length, CapturedOutputs(sees_all_tokens=not self.shards_attention))
         if length < self._num_ranks**2:
             self._short_lengths.add(length)
         if is_training and length >= self._num_ranks:  # not where all ranks compute all, see Note [Short sequences]

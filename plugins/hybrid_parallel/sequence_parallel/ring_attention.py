@@ -252,14 +252,7 @@ class _Ring:
                     yield _Tile(queries, keys, replace(block, mask=seen, seed=seed), rows, columns)
 
     def rotate(self, tensors: Sequence[torch.Tensor], source: int) -> list[torch.Tensor]:
-        """Send tensors of a source's tokens to the next rank, and receive those of the previous source.
-
-        Args:
-            tensors: Tensors (batch, heads, tokens of the source, features) of one dtype.
-            source: Rank of the tokens.
-
-        Collective: yes.
-        """
+        """Send a source's tensors (batch, heads, tokens, features) to the next rank; receive the previous source's."""
         size, rank = self.sp_group.size, self.sp_group.rank
         incoming = (source - 1) % size
         lengths = self.sharding.local_lengths()

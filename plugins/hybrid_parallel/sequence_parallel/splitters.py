@@ -27,43 +27,6 @@ from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import even_size
 from .group import SequenceParallelGroup, SequenceSharding
 
 
-def scatter_tokens(x: torch.Tensor, sp_group: SequenceParallelGroup, dim: int) -> torch.Tensor:
-    """Return this rank's tokens of a replicated tensor.
-
-    Args:
-        x: Tensor with the full sequence, equal on all ranks.
-        sp_group: The sequence-parallel group.
-        dim: Dimension of the tokens.
-
-    Collective: in backward, which gathers the gradient.
-    """
-    sharding = sp_group.sharding_of(x.shape[dim])
-    if sp_group.size == 1 or sharding.is_replicated:
-        return x
-    if not (x.requires_grad and torch.is_grad_enabled()):
-        return sharding.shard(x, dim, sp_group.rank)
-    local: torch.Tensor = _ScatterTokens.apply(x, sp_group, sharding, dim)
-    return local
-
-
-def gather_tokens(x: torch.Tensor, sp_group: SequenceParallelGroup, dim: int, length: int) -> torch.Tensor:
-    """Gather all ranks' tokens in their original order.
-
-    Args:
-        x: Tensor of this rank's tokens.
-        sp_group: The sequence-parallel group.
-        dim: Dimension of the tokens.
-        length: Tokens of the full sequence.
-
-    Collective: yes, but not in backward, which takes this rank's tokens of the gradient.
-    """
-    sharding = sp_group.sharding_of(length)
-    if sp_group.size == 1 or sharding.is_replicated:
-        return x
-    full: torch.Tensor = _GatherTokens.apply(x, sp_group, sharding, dim)
-    return full
-
-
 def _gather(x: torch.Tensor, sp_group: SequenceParallelGroup, sharding: SequenceSharding, dim: int) -> torch.Tensor:
     lengths = sharding.local_lengths()
     rows = x.detach().movedim(dim, 0)
@@ -135,11 +98,19 @@ class SequenceSplitter(ABC):
 
     @abstractmethod
     def scatter(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return this rank's tokens. Collective: in backward."""
+        """Return this rank's tokens of a replicated tensor. Collective: in backward, which gathers the gradient."""
 
     @abstractmethod
     def gather(self, x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-        """Gather the full sequence. Collective: yes."""
+        """Gather all ranks' tokens in their original order.
+
+        Args:
+            x: Tensor of this rank's tokens.
+            dim: Dimension of the tokens.
+            length: Tokens of the full sequence.
+
+        Collective: yes, but not in backward, which takes this rank's tokens of the gradient.
+        """
 
     def token_dim(self, name: str, tensor: torch.Tensor, length: int) -> int | None:
         """Return the dimension along which a layer's argument is sharded, or None. Collective: no."""
@@ -171,10 +142,20 @@ class SequenceAxisSplitter(SequenceSplitter):
         self.attention_group = self._sp_group = sp_group
 
     def scatter(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        return scatter_tokens(x, self._sp_group, dim)
+        sp_group, sharding = self._sp_group, self._sp_group.sharding_of(x.shape[dim])
+        if sp_group.size == 1 or sharding.is_replicated:
+            return x
+        if not (x.requires_grad and torch.is_grad_enabled()):
+            return sharding.shard(x, dim, sp_group.rank)
+        local: torch.Tensor = _ScatterTokens.apply(x, sp_group, sharding, dim)
+        return local
 
     def gather(self, x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-        return gather_tokens(x, self._sp_group, dim, length)
+        sharding = self._sp_group.sharding_of(length)
+        if self._sp_group.size == 1 or sharding.is_replicated:
+            return x
+        full: torch.Tensor = _GatherTokens.apply(x, self._sp_group, sharding, dim)
+        return full
 
     def token_dim(self, name: str, tensor: torch.Tensor, length: int) -> int | None:
         return token_dim(name, tensor, length)

@@ -24,7 +24,7 @@ from booster.interface import ShardSpec
 
 from .group import SequenceParallelGroup
 from .layer_context import current_layer
-from .splitters import gather_tokens, scatter_tokens
+from .splitters import SequenceAxisSplitter
 
 _ATTRIBUTE = "_token_parallel"
 
@@ -84,9 +84,9 @@ class TokenParallelLogits(DeferredLogits):
 
     def losses_of(self, hidden: torch.Tensor, target: torch.Tensor, **options: Any) -> torch.Tensor:
         """Return the loss of each row. Collective: in forward and backward."""
-        sp_group = self.head.sp_group
+        sp_group, splitter = self.head.sp_group, SequenceAxisSplitter(self.head.sp_group)
         check_classes(target, self.head.num_classes, options["ignore_index"])
-        own = scatter_tokens(hidden, sp_group, 0)
+        own = splitter.scatter(hidden, 0)
         own_target = sp_group.sharding_of(len(target)).shard(target, 0, sp_group.rank)
         losses = cross_entropy_of_rows(self.head, own, own_target, **options)
-        return gather_tokens(losses, sp_group, 0, len(target))
+        return splitter.gather(losses, 0, len(target))
