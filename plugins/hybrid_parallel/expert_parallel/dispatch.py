@@ -117,11 +117,21 @@ class Dispatch:
 
     def local_index(self, device: torch.device) -> torch.Tensor:
         """Return the index among this rank's experts of each row that it receives, of shape (rows,)."""
-        rank = group_rank(self.group)
-        own = [counts[self.bounds[rank] : self.bounds[rank + 1]] for counts in self.counts]
+        own = self._own_counts
         experts = torch.arange(len(own[0]), device=device).repeat(len(own))
         repeats = torch.tensor([count for counts in own for count in counts], device=device)
         return experts.repeat_interleave(repeats, output_size=sum(self.received))
+
+    @property
+    def received_by_expert(self) -> list[int]:
+        """Number of rows that this rank receives, by its experts."""
+        return [sum(counts) for counts in zip(*self._own_counts, strict=True)]
+
+    @property
+    def _own_counts(self) -> list[Sequence[int]]:
+        """Number of rows by source rank and expert of this rank."""
+        rank = group_rank(self.group)
+        return [counts[self.bounds[rank] : self.bounds[rank + 1]] for counts in self.counts]
 
     @functools.cached_property
     def _between(self) -> list[list[int]]:
@@ -192,7 +202,6 @@ class _Transfer:
     messages: Sequence[AllToAll] = ()
 
     def wait(self) -> list[torch.Tensor]:
-        """Wait for the messages, and return what has arrived."""
         messages, self.messages = self.messages, ()
         return [message.wait() for message in messages]
 

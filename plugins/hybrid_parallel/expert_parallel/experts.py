@@ -72,28 +72,17 @@ class ExpertParallelGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Experts:
-    """What the forward of a module of experts needs.
+    """What the forward of a module of experts needs; see `make_expert_parallel`.
 
-    Attributes:
-        observers: Observers of the module.
-        ep_group: Ranks that share the experts.
-        bounds: First expert of each rank, and the number of experts at the end.
-        is_stacked: Whether the experts are rows of the module's parameters, of which this rank has its own only;
-            otherwise they are submodules, which keep their places.
-        arguments: Names of the forward's arguments.
-        shared: Shared experts that overlap with the messages, if any.
+    If `is_stacked`, this rank has its own experts only; otherwise they are submodules, which keep their places.
     """
 
     observers: DispatchObservers
     ep_group: ExpertParallelGroup
     bounds: Sequence[int]
     is_stacked: bool
-    arguments: Sequence[str]
+    arguments: Sequence[str]  # of the forward
     shared: SharedExperts | None
-
-    @property
-    def num_experts(self) -> int:
-        return self.bounds[-1]
 
     def ordered(self, args: Sequence[torch.Tensor], named: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return the arguments of a call of the forward in the order of its parameters."""
@@ -199,7 +188,7 @@ def _run_routed(
 ) -> Callable[[], torch.Tensor]:
     is_one_hot = index.dim() == 3  # (tokens, 1, experts), as in Switch Transformers; a row of zeros drops a token
     if is_one_hot:
-        flat = torch.where(index.any(-1), index.argmax(-1), experts.num_experts)
+        flat = torch.where(index.any(-1), index.argmax(-1), experts.bounds[-1])
     else:
         flat = index.flatten(0, -2)
     dispatch = experts.plan(flat)
@@ -225,7 +214,7 @@ def _run_scaled(forward: Any, experts: _Experts, tokens: torch.Tensor) -> Callab
 
     Only rows that are not zero are sent, which are k for a token: such experts, without biases, give zero for zero.
     """
-    num_blocks = experts.num_experts
+    num_blocks = experts.bounds[-1]
     index = torch.arange(num_blocks, device=tokens.device).repeat_interleave(len(tokens) // num_blocks)
     index = torch.where((tokens != 0).any(-1), index, num_blocks).view(-1, 1)
     dispatch = experts.plan(index, has_unrouted=True)
@@ -234,18 +223,10 @@ def _run_scaled(forward: Any, experts: _Experts, tokens: torch.Tensor) -> Callab
         return start_return_tokens(rows + weights.sum(), dispatch)
     # The forward needs equally many rows for each expert: blocks are padded with zeros.
     local = dispatch.local_index(rows.device)
-    rank = experts.ep_group.rank
-    first, last = experts.bounds[rank : rank + 2]
-    received = [sum(counts) for counts in zip(*(row[first:last] for row in dispatch.counts), strict=True)]
-    place, length = _places_in_blocks(local, received)
+    received = dispatch.received_by_expert
+    order, length = torch.argsort(local, stable=True), max(received)
+    starts = torch.tensor([0, *received], device=local.device).cumsum(0)[:-1]
+    in_block = torch.arange(len(local), device=local.device) - starts[local[order]]
+    place = torch.empty_like(order).index_copy_(0, order, local[order] * length + in_block)
     blocks = rows.new_zeros(len(received) * length, *rows.shape[1:]).index_copy(0, place, rows)
     return start_return_tokens(forward(blocks)[place], dispatch)
-
-
-def _places_in_blocks(local: torch.Tensor, counts: Sequence[int]) -> tuple[torch.Tensor, int]:
-    """Return the place of each row in equal blocks of an expert's rows each, and the length of a block."""
-    order = torch.argsort(local, stable=True)
-    length = max(counts)
-    starts = torch.tensor([0, *counts], device=local.device).cumsum(0)[:-1]
-    in_block = torch.arange(len(local), device=local.device) - starts[local[order]]
-    return torch.empty_like(order).index_copy_(0, order, local[order] * length + in_block), length

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from booster.comm import all_gather_numbers, group_rank
+from booster.comm import all_gather_numbers
 from booster.errors import ConfigError
 from booster.moe.discovery import DISPATCH_OBSERVERS, DispatchObservers, experts_in
 from booster.plugins.hybrid_parallel.tensor_parallel.dynamic_class import mixin_forward
@@ -39,27 +39,14 @@ class _Call:
 
 @dataclass(slots=True, eq=False)
 class _Loop:
-    """State of a block.
-
-    Attributes:
-        observers: Observers of the list of experts.
-        ep_group: Ranks that share the experts.
-        bounds: First expert of each rank, and the number of experts at the end.
-        own: The experts of this rank.
-        calls: Calls of the first pass while it runs, otherwise None.
-        outputs: Outputs by call while the second pass runs, the last call first, otherwise None.
-    """
+    """State of a block; for `bounds` see `ExpertPlan.bounds`."""
 
     observers: DispatchObservers
     ep_group: ExpertParallelGroup
     bounds: Sequence[int]
     own: list[_LoopedExpert] = field(default_factory=list)
-    calls: list[_Call] | None = None
-    outputs: list[tuple[_Call, torch.Tensor]] | None = None
-
-    @property
-    def name(self) -> str:
-        return self.observers.name
+    calls: list[_Call] | None = None  # while the first pass runs
+    outputs: list[tuple[_Call, torch.Tensor]] | None = None  # while the second pass runs, the last call first
 
 
 def make_loop_expert_parallel(
@@ -90,10 +77,10 @@ class _LoopedExpert(nn.Module):
     _split: tuple[_Loop, int]
 
     def forward(self, tokens: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        loop, number = self._split
+        (loop, number), name = self._split, self._split[0].observers.name
         if args or kwargs:
             raise ConfigError(
-                f"an expert of {loop.name!r} was called with more than its tokens, which do not travel with them: pass"
+                f"an expert of {name!r} was called with more than its tokens, which do not travel with them: pass"
                 " tokens only, or use ep_size=1"
             )
         if loop.calls is not None:
@@ -104,14 +91,13 @@ class _LoopedExpert(nn.Module):
         call, output = loop.outputs.pop() if loop.outputs else (None, None)
         if call is None or output is None or (call.expert, call.tokens.shape) != (number, tokens.shape):
             raise ConfigError(
-                f"expert {number} of {loop.name!r} was called with tokens of shape {tuple(tokens.shape)} outside of its"
+                f"expert {number} of {name!r} was called with tokens of shape {tuple(tokens.shape)} outside of its"
                 " block's forward, or by a forward that does not call the same experts when it runs again: call experts"
                 " in the forward of the module that holds their list, or use ep_size=1"
             )
         return output
 
     def compute(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the expert's output for tokens of all ranks."""
         return super().forward(tokens)  # type: ignore[no-any-return]
 
 
@@ -195,10 +181,7 @@ def _run_experts(
     """
     local = dispatch.local_index(rows.device)
     order = torch.argsort(local, stable=True)
-    rank = group_rank(dispatch.group)
-    start, stop = dispatch.bounds[rank], dispatch.bounds[rank + 1]
-    sizes = [sum(counts) for counts in zip(*(row[start:stop] for row in dispatch.counts), strict=True)]
-    parts = rows[order].split(sizes)
+    parts = rows[order].split(dispatch.received_by_expert)
     outputs = [
         expert.compute(part)
         for expert, part, is_called in zip(experts, parts, own_calls, strict=True)

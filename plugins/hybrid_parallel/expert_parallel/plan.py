@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -51,11 +51,23 @@ class ExpertPlan:
         """
         found = dict(specs)
         for entry in self.entries:
-            bounds = self.bounds(entry)
-            start, stop = bounds[rank], bounds[rank + 1]
+            start, stop = self.bounds(entry)[rank : rank + 2]
             module = model.get_submodule(entry.name)
-            for name, spec in _specs_of(entry, module, specs, start, stop):
-                found[name] = spec
+            if not entry.is_stacked:
+                for index, (child_name, child) in enumerate(experts_in(module)):
+                    for own_name, _ in child.named_parameters():
+                        name = f"{entry.name}.{child_name}.{own_name}"
+                        found[name] = specs[name].held_by_expert(is_held=start <= index < stop)
+                continue
+            for own_name, _ in module.named_parameters(recurse=False):
+                name = f"{entry.name}.{own_name}"
+                try:
+                    found[name] = specs[name].experts(start, stop)
+                except ValueError as error:
+                    raise ConfigError(
+                        f"the plan shards the experts of {name!r} over the tensor-parallel ranks, but ep_size shards"
+                        " them, too: give styles that shard the features of each expert, or ep_size=1"
+                    ) from error
         return found
 
     def explain(self, rank: int) -> str:
@@ -71,26 +83,6 @@ class ExpertPlan:
             f"{name} ({count}): {text}" if count > 1 else f"{name}: {text}" for (name, text), count in rows.items()
         ]
         return "\n".join([*lines, f"experts: {self.source}; * this rank of the {self.size} that share them"])
-
-
-def _specs_of(
-    entry: ExpertsEntry, module: nn.Module, specs: Mapping[str, ShardSpec], start: int, stop: int
-) -> Iterator[tuple[str, ShardSpec]]:
-    if entry.is_stacked:
-        for own_name, _ in module.named_parameters(recurse=False):
-            name = f"{entry.name}.{own_name}"
-            try:
-                yield name, specs[name].experts(start, stop)
-            except ValueError as error:
-                raise ConfigError(
-                    f"the plan shards the experts of {name!r} over the tensor-parallel ranks, but ep_size shards them,"
-                    " too: give styles that shard the features of each expert, or ep_size=1"
-                ) from error
-        return
-    for index, (child_name, child) in enumerate(experts_in(module)):
-        for own_name, _ in child.named_parameters():
-            name = f"{entry.name}.{child_name}.{own_name}"
-            yield name, specs[name].held_by_expert(is_held=start <= index < stop)
 
 
 def find_experts(model: nn.Module, size: int, plan: Mapping[str, object] | None) -> ExpertPlan:
