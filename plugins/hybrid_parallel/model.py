@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -179,22 +179,11 @@ class HybridModel(ZeroModel):
 
     # Pipeline stages.
 
-    @property
-    def model_chunks(self) -> Sequence[ModelChunk]:
-        """The model chunks of this pipeline stage."""
-        assert self._stage_model is not None
-        return self._stage_model.chunks
-
     def begin_batch(self) -> None:
         """Prepare the forwards of a batch's microbatches. Collective: yes."""
         self.wait_for_weights()
         if self.training and self.broadcasts_buffers:
             broadcast_coalesced(list(self.module.buffers()), self._group)
-
-    def end_batch(self, stage_group: dist.ProcessGroup | None) -> None:
-        """Synchronize shared buffers after the forwards of a batch's microbatches. Collective: over the stages."""
-        assert self._stage_model is not None
-        self._stage_model.context.buffers.synchronize(stage_group)
 
     def run_chunk(
         self, chunk: ModelChunk, received: StageActivation | None, batch: Any
@@ -215,11 +204,6 @@ class HybridModel(ZeroModel):
             return boundary, self.precision.convert_outputs(outputs)
         finally:
             self.reset_parallel_state()
-
-    def check_independent(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Check that tensors do not depend on this stage's placeholders; see `PlaceholderModules.check_independent`."""
-        assert self._stage_model is not None
-        self._stage_model.placeholders.check_independent(tensors)
 
     # Names.
 
@@ -322,15 +306,7 @@ class HybridModel(ZeroModel):
         """Check that ranks with the same batch have the same loss, in the first backwards only.
 
         Ranks compute everything outside of sharded layers redundantly. Losses differ if one depends on a rank's shard
-        only, such as its tokens. Gradients would then be wrong without any other symptom.
-
-        Args:
-            loss: This rank's loss, with one element.
-
-        Raises:
-            ConfigError: The losses differ.
-
-        Collective: over the ranks that get the same batch.
+        only, such as its tokens. Gradients would then be wrong without any other symptom. Collective over these ranks.
         """
         if (
             not self._parallel_groups
@@ -458,7 +434,6 @@ def _sharded_names(module: nn.Module) -> frozenset[str]:
 
 
 def _numbers_of_heads(config: Any) -> Iterator[int]:
-    """Yield the numbers of query heads in a model's configuration."""
     values = config.to_dict() if hasattr(config, "to_dict") else config
     for name, value in values.items() if isinstance(values, Mapping) else ():
         if name in NUM_QUERY_NAMES or str(name).endswith("attention_heads"):

@@ -92,6 +92,7 @@ class PipelineRuntime:
         weight_gradients: DeferredWeightGrads | None,
     ) -> None:
         self._model = model
+        self._stage_model = stage_model
         self._arguments = arguments
         self._weight_grads = weight_gradients
         self._stage = mesh.rank("pp")
@@ -172,7 +173,7 @@ class PipelineRuntime:
             with trained or torch.no_grad() as start_reducing:
                 self._execute(steps, start_reducing)
             loss = self._loss(run) if return_loss else None
-        self._model.end_batch(self._stage_group)
+        self._stage_model.context.buffers.synchronize(self._stage_group)
         if optimizer is not None:
             for observer in current_thread.state.observers:
                 if run.losses:
@@ -236,7 +237,7 @@ class PipelineRuntime:
 
     @in_phase("forward")
     def _forward(self, step: StageAction) -> None:
-        chunk = self._model.model_chunks[step.action.chunk]
+        chunk = self._stage_model.chunks[step.action.chunk]
         microbatch = self._microbatches[step.action.microbatch]
         received = None if step.receives is None else self._p2p.recv_output(step.receives)
         self._reduce_if_last(step)
@@ -249,7 +250,7 @@ class PipelineRuntime:
             if check not in self._checked:
                 results = [loss] if loss is not None else []
                 results += iter_tensors(outputs if boundary is None else boundary)
-                self._model.check_independent(results)
+                self._stage_model.placeholders.check_independent(results)
                 self._checked.add(check)
         trains = torch.is_grad_enabled()
         live = _InFlightMicrobatch(received if trains else None, None, loss if trains else None)
@@ -305,7 +306,7 @@ class PipelineRuntime:
     # Results.
 
     def _loss(self, run: PipelineRun) -> torch.Tensor | None:
-        is_last = any(chunk.is_last for chunk in self._model.model_chunks)
+        is_last = any(chunk.is_last for chunk in self._stage_model.chunks)
         if not is_last and not self._arguments.broadcast_loss:
             return None
         # Not a number, for which the host would wait for the device.

@@ -35,7 +35,7 @@ class PipelineArguments:
     @property
     def fingerprint(self) -> list[str]:
         """Options that must be equal on all ranks, without addresses, by which equal ones would differ."""
-        return [f"{name}={_without_addresses(getattr(self, name))}" for name in self.__slots__]
+        return [f"{name}={without_addresses(getattr(self, name))}" for name in self.__slots__]
 
     @property
     def schedule(self) -> PipelineSchedule:
@@ -59,7 +59,7 @@ class PipelineArguments:
             "execution_sequence": (self.execution_sequence, None),
         }
         return [
-            f"{name}={_without_addresses(given)} changes nothing: pp_size=1 has no pipeline stages to fill"
+            f"{name}={without_addresses(given)} changes nothing: pp_size=1 has no pipeline stages to fill"
             for name, (given, usual) in given_and_usual.items()
             if self.pp_size == 1 and given != usual
         ]
@@ -124,7 +124,7 @@ class PipelineArguments:
         sequence = self.execution_sequence
         if sequence is not None and not _is_list_of(lambda one: _is_name(one) or callable(one), sequence):
             raise ConfigError(
-                f"execution_sequence={_without_addresses(sequence)} is not an order of execution: give a list"
+                f"execution_sequence={without_addresses(sequence)} is not an order of execution: give a list"
                 " of names of modules and functions of one argument, such as ['embedding', 'layers.0', 'layers.1',"
                 " 'head'], or leave it out"
             )
@@ -177,7 +177,8 @@ class PipelineArguments:
             )
 
 
-def _without_addresses(value: Any) -> str:
+def without_addresses(value: Any) -> str:
+    """Return the text of a value that is equal in every process, which addresses are not."""
     return _ADDRESS.sub("", repr(value))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import itertools
-import re
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,10 @@ import torch.distributed as dist
 from booster.comm import LOW_PRECISION, all_gather_numbers, raise_on_all_ranks
 from booster.errors import ConfigError, DesyncError
 from booster.kernels.checksum import crc32, tensor_crc32
+from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import even_sizes
 from booster.pytree import children_of, iter_tensors, with_children
+
+from .config import without_addresses
 
 # Note [Batch dimension]
 # The size of dim 0 of the first tensor of a batch is its number of samples. Values with as many entries are split:
@@ -24,8 +26,6 @@ from booster.pytree import children_of, iter_tensors, with_children
 # one row or a scalar, is passed to every microbatch as the same object. So when outputs are merged, values that were
 # never split are identified by object identity, also where a microbatch has one sample.
 
-# Signatures must be equal in every process, and addresses are not.
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _MAX_REPR = 64
 _COMPARABLE = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
@@ -77,7 +77,12 @@ def split_batch(batch: Any, *, num_microbatches: int | None, microbatch_size: in
     size = batch_size(batch)
     if size == 0:
         raise ConfigError("a batch without samples can't be split into microbatches: leave out empty batches")
-    bounds = list(itertools.accumulate(_sizes(size, num_microbatches, microbatch_size), initial=0))
+    if microbatch_size is not None:
+        sizes = [min(microbatch_size, size - start) for start in range(0, size, microbatch_size)]
+    else:
+        assert num_microbatches is not None
+        sizes = even_sizes(size, min(num_microbatches, size))
+    bounds = list(itertools.accumulate(sizes, initial=0))
     if len(bounds) == 2:
         return [Microbatch(batch, size, _signature(batch))]
     microbatches = [(_split(batch, slice(*ends), size), ends[1] - ends[0]) for ends in itertools.pairwise(bounds)]
@@ -114,15 +119,6 @@ def join_outputs(outputs: Sequence[Any], num_samples: Sequence[int]) -> Any:
     if isinstance(first, _COMPARABLE) and all(type(output) is type(first) and output == first for output in outputs):
         return first
     return list(outputs)
-
-
-def _sizes(size: int, num_microbatches: int | None, microbatch_size: int | None) -> list[int]:
-    """Return the number of samples of each microbatch."""
-    if microbatch_size is not None:
-        return [min(microbatch_size, size - start) for start in range(0, size, microbatch_size)]
-    assert num_microbatches is not None
-    count = min(num_microbatches, size)
-    return [size // count + (index < size % count) for index in range(count)]
 
 
 def _split(tree: Any, samples: slice, size: int) -> Any:
@@ -168,7 +164,7 @@ def _signature(tree: Any) -> Hashable:
 
 def _text(value: Any) -> str:
     """Return a process-independent text of a value, or its digest if long."""
-    text = _ADDRESS.sub("", repr(value))
+    text = without_addresses(value)
     return text if len(text) <= _MAX_REPR else hashlib.blake2b(text.encode(errors="replace")).hexdigest()
 
 

@@ -148,10 +148,19 @@ class StageP2P:
         return self._steps
 
     def post_recvs(self, index: int) -> None:
-        """Post the receives of the next actions from index `index` on."""
+        """Post the receives of the next actions from index `index` on.
+
+        Not those whose shapes are not known yet or that a send must come before.
+        """
         for step in self._steps[index : index + _NUM_POSTED_AHEAD + 1]:
-            if step.receives in self._recv_index:
-                self._post_recv(step.receives)  # type: ignore[arg-type]
+            message = step.receives
+            if message is None or message not in self._recv_index:
+                continue
+            if self._is_ordered:
+                self._start_in_order(message, can_wait=False)
+            else:
+                sender, place = self._recv_index[message]
+                self._incoming[sender].post_recvs(place + 1)
 
     def send_output(self, message: Message, tree: Any) -> list[GradientEdge]:
         """Send an activation to the next chunk, and return the gradient edges of its tensors that require gradients.
@@ -259,20 +268,10 @@ class StageP2P:
         self._complete_sends(sender, self._sent_at[message])
         return [tensor.to(self._device) for tensor in tensors]
 
-    def _post_recv(self, message: Message) -> None:
-        """Post the receive of a message, unless its shapes are not known yet or a send must come before it."""
-        if self._is_ordered:
-            self._start_in_order(message, can_wait=False)
-        else:
-            sender, index = self._recv_index[message]
-            self._incoming[sender].post_recvs(index + 1)
-
     def _start_in_order(self, last: Message, *, can_wait: bool) -> None:
-        """Start the receives up to a message in the common order; see Note [Ordered links].
+        """Start the receives up to one that is due, or up to a send, in the common order; see Note [Ordered links].
 
-        Args:
-            last: Message that this stage receives, or is about to send.
-            can_wait: If True, wait for headers. Otherwise stop before a message with a header.
+        If `can_wait`, wait for headers. Otherwise stop before a message with a header.
         """
         due = self._due[last.is_to_later_stage]
         while last not in self._started and due[0] in self._recv_index:

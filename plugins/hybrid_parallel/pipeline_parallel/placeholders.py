@@ -109,11 +109,6 @@ class PlaceholderModules:
         expanded = self.leaves[key].expand(like.shape)
         return expanded.clone() if self.context.plan.overwrites_embeddings else expanded
 
-    def parameter_values(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
-        """Return what stands for a parameter that the forward reads; see `values`."""
-        self.parameters.add(name)
-        return self.values(name, parameter)
-
     def check_independent(self, tensors: Sequence[torch.Tensor]) -> None:
         """Check that tensors do not depend on outputs of placeholders.
 
@@ -167,8 +162,6 @@ class PlaceholderModules:
 
 
 class _Placeholder(nn.Module):
-    """Mixin of placeholders."""
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         name, placeholders = self.__dict__["_pipeline_placeholder"]
         if placeholders.is_on_meta:
@@ -185,8 +178,11 @@ class _Placeholder(nn.Module):
             if name in absent.buffers:
                 return absent.buffers[name]
             parameter = absent.parameters[name]
+            if parameter is None:
+                return None
             own_name, placeholders = self.__dict__["_pipeline_placeholder"]
-            return None if parameter is None else placeholders.parameter_values(f"{own_name}.{name}", parameter)
+            placeholders.parameters.add(f"{own_name}.{name}")
+            return placeholders.values(f"{own_name}.{name}", parameter)
 
     def __setattr__(self, name: str, value: Any) -> None:
         absent = self.__dict__.get(_ABSENT)
@@ -219,7 +215,6 @@ def _dtype_of_placeholder(module: nn.Module) -> torch.dtype:
 
 
 def _nodes_behind(tensors: Sequence[torch.Tensor]) -> list[Node]:
-    """Return the nodes of the autograd graph of tensors."""
     waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen: set[Node] = set()
     while waiting:

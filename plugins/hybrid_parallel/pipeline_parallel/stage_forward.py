@@ -374,8 +374,6 @@ class _Layer(nn.Module):
 
 
 class _SkipOutput(nn.Module):
-    """Mixin of modules whose output is sent to later chunks."""
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         name, complete_at, context = self.__dict__["_pipeline_skip_output"]
         run: ChunkForward = context.require_run()

@@ -183,7 +183,6 @@ def _build(node: _Node, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def _checked(node: Any, num_tensors: int) -> _Node:
-    """Return the validated node of decoded JSON."""
     kind, *rest = node
     if kind == "tensor" and rest[0] in range(num_tensors):
         return ("tensor", int(rest[0]))

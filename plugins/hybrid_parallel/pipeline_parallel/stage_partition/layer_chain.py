@@ -314,10 +314,15 @@ def _with_table_places(model: nn.Module, chain: LayerChain) -> LayerChain:
     known: dict[str, int | None] = {}
     sent_on: dict[str, int] = {}
     overwrites = False
+    lists = [tuple(items) for _, items in groupby(chain.layers, lambda layer: layer.rpartition(".")[0])]
+    starts = [0, *accumulate(map(len, lists))][:-1]  # the number of layers before each list
     for prefix, module in _table_models(model):
         places = MODULE_PLACES[module.config.model_type]
         overwrites = overwrites or places.overwrites_embeddings
-        for layers, start in _lists_below(chain.layers, prefix):
+        inside = f"{prefix}." if prefix else ""
+        for layers, start in zip(lists, starts, strict=True):
+            if not layers[0].startswith(inside):
+                continue
             parents = [_parent(layers).rpartition(".")[0], prefix]
             for gaps, names, gap in (
                 (known, places.before, start),
@@ -333,14 +338,6 @@ def _with_table_places(model: nn.Module, chain: LayerChain) -> LayerChain:
         skip_outputs={**sent_on, **chain.skip_outputs},
         overwrites_embeddings=overwrites,
     )
-
-
-def _lists_below(layers: tuple[str, ...], prefix: str) -> list[tuple[tuple[str, ...], int]]:
-    """Return the lists that a chain's layers are of, with the number of layers before them, of those in a module."""
-    lists = [tuple(items) for _, items in groupby(layers, lambda layer: layer.rpartition(".")[0])]
-    starts = accumulate(map(len, lists), initial=0)
-    inside = f"{prefix}." if prefix else ""
-    return [(items, start) for items, start in zip(lists, starts, strict=False) if items[0].startswith(inside)]
 
 
 def _named_below(model: nn.Module, parents: list[str], name: str) -> str | None:

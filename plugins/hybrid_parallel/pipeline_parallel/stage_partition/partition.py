@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -19,18 +19,6 @@ from .balance import chunk_costs
 from .layer_chain import LayerChain, find_chain
 from .stage_plan import StagePartition, StagePlan, listed, parameters_below, shared_parameter_names
 from .tracing import Trace, containers_of, find_gaps, holds_parameters, outside_of, trace_calls
-
-
-def _plan_of_sequence(model: nn.Module, sequence: Sequence[str | Callable[..., Any]]) -> StagePlan:
-    """Return the stage plan of an execution sequence, whose layers are its modules.
-
-    Functions run on the stage of the module before them, leading ones on that of the first module.
-    """
-    _check_steps(model, sequence)
-    layers = tuple(step for step in sequence if isinstance(step, str))
-    _check_names(model, layers)
-    _check_complete(model, layers)
-    return StagePlan(layers=layers, source="the execution sequence that was given", sequence=tuple(sequence))
 
 
 def _check_steps(model: nn.Module, sequence: Sequence[str | Callable[..., Any]]) -> None:
@@ -102,7 +90,13 @@ def choose_stage_plan(
         ConfigError: The model has no known layer chain, or the arguments do not match it.
     """
     if execution_sequence is not None:
-        plan = _plan_of_sequence(model, execution_sequence)
+        _check_steps(model, execution_sequence)
+        # Functions run on the stage of the module before them, leading ones on that of the first module.
+        layers = tuple(step for step in execution_sequence if isinstance(step, str))
+        _check_names(model, layers)
+        _check_complete(model, layers)
+        source = "the execution sequence that was given"
+        plan = StagePlan(layers=layers, source=source, sequence=tuple(execution_sequence))
     elif split is not None:
         plan = _plan_around(model, _checked_names(model, split))
     else:
@@ -112,10 +106,16 @@ def choose_stage_plan(
 
 def _plan_of(model: nn.Module, chain: LayerChain) -> StagePlan:
     gaps = find_gaps(model, chain.layers, {**_output_heads(model, chain.layers), **chain.known_gaps})
+    # Side branches may run beside the chain instead of before it, so later stages may need their outputs.
+    side_outputs = {
+        name: gap
+        for name, gap in gaps.items()
+        if gap < len(chain.layers) and any(layer.startswith(f"{name}.") for layer in chain.side_branches)
+    }
     return StagePlan(
         layers=chain.layers,
         gaps=gaps,
-        skip_outputs={**_side_branch_outputs(chain.side_branches, gaps, len(chain.layers)), **chain.skip_outputs},
+        skip_outputs={**side_outputs, **chain.skip_outputs},
         source=chain.source,
         overwrites_embeddings=chain.overwrites_embeddings,
     )
@@ -133,18 +133,6 @@ def _output_heads(model: nn.Module, layers: tuple[str, ...]) -> dict[str, int | 
         if id(head) in names and not isinstance(head, nn.Embedding) and head is not pretrained.get_input_embeddings():
             found[outside_of(names[id(head)], containers)] = len(layers)
     return found
-
-
-def _side_branch_outputs(side_branches: tuple[str, ...], gaps: Mapping[str, int], end: int) -> dict[str, int]:
-    """Return the gap modules with layers of side branches, except those after the last layer of the chain.
-
-    They may run beside the chain instead of before it, so later stages may need their outputs.
-    """
-    return {
-        name: gap
-        for name, gap in gaps.items()
-        if gap < end and any(layer.startswith(f"{name}.") for layer in side_branches)
-    }
 
 
 def _plan_around(model: nn.Module, names: tuple[str, ...]) -> StagePlan:
@@ -216,7 +204,6 @@ def _siblings(model: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _common_parent(names: tuple[str, ...]) -> str:
-    """Return the name of the innermost common parent of modules."""
     common = frozenset.intersection(*(containers_of((name,)) for name in names))
     return max(common, key=len)
 
@@ -268,7 +255,9 @@ def explain_stages(model: nn.Module, partition: StagePartition, num_microbatches
         stage, chunk = partition.schedule.place(position, partition.num_stages)
         layers = plan.layers[bounds[position] : bounds[position + 1]]
         outside = [name for name, gap in plan.gaps.items() if partition.position_of_gap(gap) == position]
-        number, size = _size_of(model, (*layers, *outside))
+        below = (parameters_below(model, name) for name in (*layers, *outside))
+        held = {id(parameter): parameter for found in below for _, parameter in found}.values()  # tied ones once
+        number, size = sum(one.numel() for one in held), sum(one.numel() * one.element_size() for one in held)
         span = layers[0] if len(layers) == 1 else f"{layers[0]} .. {layers[-1]} ({len(layers)})"
         rows.append(
             (
@@ -285,13 +274,6 @@ def explain_stages(model: nn.Module, partition: StagePartition, num_microbatches
     return "\n".join(lines)
 
 
-def _size_of(model: nn.Module, names: Iterable[str]) -> tuple[int, int]:
-    """Return number and bytes of the parameters of modules, tied ones once."""
-    held = {id(parameter): parameter for name in names for _, parameter in parameters_below(model, name)}
-    number = sum(parameter.numel() for parameter in held.values())
-    return number, sum(parameter.numel() * parameter.element_size() for parameter in held.values())
-
-
 def _schedule_line(partition: StagePartition, num_microbatches: int | None) -> str:
     schedule, num_stages, num_chunks = partition.schedule, partition.num_stages, partition.num_chunks
     line = f"schedule: {schedule.name}, {num_stages} stages"
@@ -304,7 +286,6 @@ def _schedule_line(partition: StagePartition, num_microbatches: int | None) -> s
 
 
 def _shared_lines(model: nn.Module, partition: StagePartition) -> list[str]:
-    """Return lines about the parameters on more than one stage."""
     stages: dict[int, set[int]] = {}
     names: dict[int, dict[str, None]] = {}
     for name in partition.plan.places:
