@@ -15,7 +15,6 @@ from booster.core.activation_policy import (
     is_checkpointed_by_transformers,
     policy_of,
 )
-from booster.core.layer_stacks import STACK_ADVICE
 from booster.errors import ConfigError
 from booster.validation import is_count, is_non_nan_number
 
@@ -101,23 +100,6 @@ def checkpoint_layers(
         layer = model.get_submodule(name)
         if policy_of(layer) is None and not is_checkpointed_by_transformers(layer):
             checkpoint_layer(layer, policy, name)
-
-
-def check_stacks(model: nn.Module, stacks: Sequence[Sequence[str]]) -> None:
-    """Check that there are layers to checkpoint.
-
-    Args:
-        model: Model of the layers.
-        stacks: Names of the layers of each stack.
-
-    Raises:
-        ConfigError: There are none.
-    """
-    if not any(stacks):
-        raise ConfigError(
-            f"gradient_checkpoint_config was given, but {type(model).__name__} has no stack of equal layers to"
-            f" recompute: leave it out, or {STACK_ADVICE}"
-        )
 
 
 def _config(given: GradientCheckpointConfig | Mapping[str, Any] | bool) -> GradientCheckpointConfig:

@@ -229,7 +229,6 @@ class HybridConfig(ShardedConfig):
             )
 
     def _check_default_mode(self) -> None:
-        """Check that `enable_sequence_parallelism` without a mode is unambiguous."""
         if self.sp_size not in (None, 1):
             raise ConfigError(
                 f"enable_sequence_parallelism=True with sp_size={self.sp_size} needs a mode: give"

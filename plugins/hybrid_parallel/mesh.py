@@ -157,7 +157,13 @@ class HybridMesh:
         """
         key = self._key(axes)
         if key not in self._groups:
-            self._groups[key] = self._new_group(key)
+            group = self._axis_group(key)
+            if group is None:
+                group = new_group_of_rows(rank_groups(self._sizes, key))
+                assert group_rank(group) == self.rank(*key), f"rank {group_rank()} has an unexpected group rank"
+                if key in self._cpu_groups:
+                    register_host_group(group, self._cpu_groups[key])
+            self._groups[key] = group
         return self._groups[key]
 
     def control_group(self, *axes: str) -> dist.ProcessGroup:
@@ -234,15 +240,6 @@ class HybridMesh:
         if world is not None and self.size(*axes) == group_size():
             return world
         return self.device_mesh.get_group(axes[0]) if len(axes) == 1 else None
-
-    def _new_group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
-        group = self._axis_group(axes)
-        if group is None:
-            group = new_group_of_rows(rank_groups(self._sizes, axes))
-            assert group_rank(group) == self.rank(*axes), f"rank {group_rank()} has an unexpected group rank"
-            if axes in self._cpu_groups:
-                register_host_group(group, self._cpu_groups[axes])
-        return group
 
 
 # Axes that replace the tensor axis in each mode, from the outermost, and the axes along which each group lies. Rank

@@ -17,7 +17,7 @@ from booster.logger import log_rank_zero
 from booster.plugins.sharding.deferred_init import Materializer
 from booster.pytree import copy_with_tensors
 
-from .activation_checkpointing import check_stacks, checkpoint_layers
+from .activation_checkpointing import checkpoint_layers
 from .config import HybridConfig
 from .expert_parallel.experts import ExpertParallelGroup, make_expert_parallel
 from .expert_parallel.loops import make_loop_expert_parallel
@@ -196,12 +196,11 @@ def _shard_parameter(parameter: nn.Parameter, shard_spec: ShardSpec, optimizer: 
         parameter.grad = None
         state = {} if optimizer is None else optimizer.state.get(parameter, {})
         for key, value in list(state.items()):
-            state[key] = copy_with_tensors(lambda tensor: _shard_state(tensor, shard_spec), value)
+            state[key] = copy_with_tensors(
+                lambda one: shard_spec.shard(one) if one.shape == shard_spec.logical_shape else one.detach().clone(),
+                value,
+            )
     set_shard_spec(parameter, shard_spec)
-
-
-def _shard_state(tensor: torch.Tensor, shard_spec: ShardSpec) -> torch.Tensor:
-    return shard_spec.shard(tensor) if tensor.shape == shard_spec.logical_shape else tensor.detach().clone()
 
 
 def _repoint_optimizer(
@@ -389,8 +388,11 @@ class ModelPartitioner:
         """
         plan, experts = self.plan(model), self.experts(model)
         self._local_specs(model, self.shard_specs(model, plan), experts)
-        if self._arguments.checkpointing is not None:
-            check_stacks(model, plan.stacks)
+        if self._arguments.checkpointing is not None and not any(plan.stacks):
+            raise ConfigError(
+                f"gradient_checkpoint_config was given, but {type(model).__name__} has no stack of equal layers to"
+                f" recompute: leave it out, or {STACK_ADVICE}"
+            )
         if self._arguments.sequence_mode is not None and not any(plan.stacks):
             raise ConfigError(
                 f"sequence_parallelism_mode={self._arguments.sequence_mode!r} shards sequences within stacks of layers,"
@@ -511,7 +513,6 @@ class ModelPartitioner:
     def _local_specs(
         self, model: nn.Module, shard_specs: dict[str, list[ShardSpec]], experts: ExpertPlan | None
     ) -> dict[str, ShardSpec]:
-        """Return this rank's shard spec of each parameter by name."""
         tensor_rank = 0 if self.tp_group is None else self.tp_group.rank
         specs = {name: rank_specs[tensor_rank] for name, rank_specs in shard_specs.items()}
         if experts is None or self.ep_group is None:

@@ -237,7 +237,6 @@ class HybridParallelPlugin(ShardedPlugin):
             **sizes,
         )
         self._mesh.group("dp")  # creation is collective; later calls may come from some ranks only
-        self._offloads = cpu_offload and self._device.type != "cpu"
         self._partitioner = ModelPartitioner(self._config, self._mesh, self._device, verbose=verbose)
         for line in self._config.remarks():
             log_rank_zero(line)
