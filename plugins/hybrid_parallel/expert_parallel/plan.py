@@ -35,7 +35,7 @@ class ExpertPlan:
     source: str
 
     def bounds(self, entry: ExpertsEntry) -> list[int]:
-        """Return the first expert of each rank, and the number of experts at the end; the first ranks hold one more."""
+        """Return the first expert of each rank, and the number of experts at the end; numbers differ by at most one."""
         return [-(-entry.num_experts * rank // self.size) for rank in range(self.size + 1)]
 
     def shard_specs(self, model: nn.Module, specs: Mapping[str, ShardSpec], rank: int) -> dict[str, ShardSpec]:
