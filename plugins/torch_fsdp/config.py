@@ -37,8 +37,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrecisionDtypes:
-    """Dtypes of FSDP's mixed precision.
+class PrecisionDtypes(BoosterPrecision):
+    """Dtypes of FSDP's mixed precision: shards keep theirs, and weights are gathered, and inputs cast, in another.
 
     Attributes:
         param_dtype: Dtype of gathered weights and of computation; optional, defaults to that of the shards.
@@ -57,6 +57,13 @@ class PrecisionDtypes:
     casts_root_inputs: bool = True
     casts_module_inputs: bool = True
     own_dtype_classes: tuple[type[nn.Module], ...] = ()
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        return self.param_dtype
+
+    def describe(self) -> str:
+        return f"weights gathered as {str(self.param_dtype).removeprefix('torch.')}"
 
     def fsdp2_policy(self, *, is_root: bool) -> MixedPrecisionPolicy:
         """Return FSDP2's policy of the root, or of a wrapped module outside of `own_dtype_classes`."""
@@ -140,14 +147,13 @@ class FSDPConfig(PluginConfig):
 
     @property
     def fingerprint(self) -> list[str]:
-        dtypes = self.precision_dtypes
-        policy = None if dtypes is None else [getattr(dtypes, name) for name in PrecisionDtypes.__slots__]
+        dtypes = [getattr(self.precision_dtypes, name) for name in PrecisionDtypes.__slots__]
         described = {
             "process_group": describe_process_group(self.process_group),
             "sharding_strategy": self._strategy_name,
             "cpu_offload": self.offloads,
             "auto_wrap_policy": _describe(self.auto_wrap_policy),
-            "mixed_precision": _describe(policy),
+            "mixed_precision": _describe(None if self.mixed_precision is None else dtypes),
             "ignored_modules": _describe(self.ignored_modules),
             "param_init_fn": _describe(self.param_init_fn),
         }
@@ -156,11 +162,11 @@ class FSDPConfig(PluginConfig):
         return [*lines, *self.clip.fingerprint, *self.loss_scale.fingerprint]
 
     @property
-    def precision_dtypes(self) -> PrecisionDtypes | None:
-        """Dtypes of FSDP's mixed precision, or None."""
+    def precision_dtypes(self) -> PrecisionDtypes:
+        """Dtypes of FSDP's mixed precision; by default nothing is cast."""
         given = self.mixed_precision
         if given is None:
-            return None
+            return PrecisionDtypes()
         return PrecisionDtypes(  # of torch's `MixedPrecision` or `MixedPrecisionPolicy`
             param_dtype=given.param_dtype,
             reduce_dtype=given.reduce_dtype or given.param_dtype,
@@ -183,8 +189,7 @@ class FSDPConfig(PluginConfig):
         """Return FSDP2's offload policy; none on the CPU."""
         if device.type == "cpu" or not self.offloads:
             return OffloadPolicy()
-        given = self.cpu_offload
-        return CPUOffloadPolicy(pin_memory=given.pin_memory if isinstance(given, CPUOffloadPolicy) else True)
+        return self.cpu_offload if isinstance(self.cpu_offload, CPUOffloadPolicy) else CPUOffloadPolicy()
 
     def check(self, world_size: int) -> None:
         """Validate the arguments, except against the number of hosts, which `mesh_shape` does.
@@ -389,24 +394,6 @@ def _describe(value: Any) -> str:
     return f"{named.__module__}.{named.__qualname__}"
 
 
-class FSDPPrecision(BoosterPrecision):
-    """Shards keep their dtype; weights are gathered, and inputs cast, in the dtype of FSDP2's policy.
-
-    Args:
-        policy: Dtypes of the policy.
-    """
-
-    def __init__(self, policy: PrecisionDtypes) -> None:
-        self._policy = policy
-
-    @property
-    def compute_dtype(self) -> torch.dtype | None:
-        return self._policy.param_dtype
-
-    def describe(self) -> str:
-        return f"weights gathered as {str(self._policy.param_dtype).removeprefix('torch.')}"
-
-
 # Known classes of torch, covered by tests. A subclass may behave differently, so it is probed.
 _PER_PARAM_CLASSES = frozenset({optim.Adafactor, optim.Muon})
 
@@ -429,7 +416,8 @@ def kind_of(optimizer: optim.Optimizer) -> OptimizerKind:
     Raises:
         ConfigError: The optimizer can't run on sharded parameters, as its updates need all of them at once.
     """
-    if sharding_obstacle(optimizer) is None:
+    obstacle = sharding_obstacle(optimizer)
+    if obstacle is None:
         return OptimizerKind.ELEMENTWISE
     if isinstance(optimizer, optim.SparseAdam):
         raise ConfigError(
@@ -438,8 +426,7 @@ def kind_of(optimizer: optim.Optimizer) -> OptimizerKind:
         )
     if type(optimizer) in _PER_PARAM_CLASSES:
         return OptimizerKind.PER_PARAM
-    is_lbfgs = isinstance(optimizer, optim.LBFGS)
-    coupling = "it needs dot products over all parameters" if is_lbfgs else find_coupling(optimizer)
+    coupling = obstacle if isinstance(optimizer, optim.LBFGS) else find_coupling(optimizer)
     if coupling is not None:
         raise ConfigError(
             f"{type(optimizer).__name__} needs all parameters at once, and each rank has a shard of them: {coupling}."

@@ -26,7 +26,7 @@ from booster.plugins.sharding.deferred_init import Materializer
 from booster.plugins.sharding.plugin import dtype_of_sums, local_accumulation
 from booster.plugins.sync_batch_norm import convert_batch_norm
 
-from .config import FSDPConfig, FSDPPrecision, OptimizerKind, kind_of
+from .config import FSDPConfig, OptimizerKind, kind_of
 from .mesh import groups_of, make_mesh
 from .optimizer import FSDPOptimizer
 from .wrap import FSDPModelBuilder
@@ -147,7 +147,7 @@ class TorchFSDPPlugin(DistributedPlugin):
         return ["fp32", *mixed_precision_names()]
 
     def control_precision(self) -> bool:
-        return self._config.precision_dtypes is not None
+        return self._config.mixed_precision is not None
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -161,10 +161,7 @@ class TorchFSDPPlugin(DistributedPlugin):
         return {"replica": self._mesh.size(0), "shard": self._mesh.size(1)}
 
     def reduction_dtype(self, parameter_dtype: torch.dtype) -> torch.dtype:
-        policy = self._config.precision_dtypes
-        reduce_dtype = (
-            parameter_dtype if policy is None else policy.reduce_dtype or policy.param_dtype or parameter_dtype
-        )
+        reduce_dtype = self._config.precision_dtypes.reduce_dtype or parameter_dtype
         return dtype_of_sums(reduce_dtype, self._device, self._mesh.size(1))
 
     def check(self, model: nn.Module, optimizer: Optimizer | None) -> OptimizerKind:
@@ -176,13 +173,12 @@ class TorchFSDPPlugin(DistributedPlugin):
     def place(
         self, model: nn.Module, optimizer: Optimizer | None, checked: OptimizerKind = OptimizerKind.ELEMENTWISE
     ) -> OptimizerKind:
-        kind = checked
         if optimizer is not None:  # each rank has tested its own optimizer: a larger kind is valid for smaller ones
-            kind = OptimizerKind(max_of_numbers([checked], self._control_group)[0])
+            checked = OptimizerKind(max_of_numbers([checked], self._control_group)[0])
         self._materializer(model).sync_initialized()
         if self._config.sync_batch_norm and self.dp_size > 1:
             convert_batch_norm(model, self._device)
-        return kind
+        return checked
 
     def _materializer(self, model: nn.Module) -> Materializer:
         config = self._config
@@ -192,9 +188,9 @@ class TorchFSDPPlugin(DistributedPlugin):
         originals = list(model.parameters())
         boosted = self._builder().build(model, self._materializer(model))
         wrapped = None
-        policy = self._config.precision_dtypes
+        dtypes = self._config.precision_dtypes
         if optimizer is not None:
-            scales = policy is not None and policy.param_dtype is torch.float16
+            scales = dtypes.param_dtype is torch.float16
             scaler = new_loss_scaler(self._config.loss_scale, verbose=self._config.verbose) if scales else None
             wrapped = FSDPOptimizer(
                 optimizer,
@@ -209,19 +205,15 @@ class TorchFSDPPlugin(DistributedPlugin):
             group.on_gradients = refuse_plain_gradient
         untrained = [param.parameter for param in boosted.replicated_params.params] if optimizer is None else []
         refuse_plain_training(boosted, untrained=untrained, originals=originals)
-        if policy is not None:
-            boosted.precision = FSDPPrecision(policy)
+        if self.control_precision():
+            boosted.precision = dtypes
         if self._config.verbose:
             log_rank_zero(f"TorchFSDPPlugin: {boosted.describe_groups()}")
         return boosted, wrapped
 
     def _builder(self) -> FSDPModelBuilder:
         return FSDPModelBuilder(
-            config=self._config,
-            mesh=self._mesh,
-            device=self._device,
-            order_group=self._order_group,
-            is_primary=self.dp_rank == 0,
+            config=self._config, mesh=self._mesh, device=self._device, order_group=self._order_group
         )
 
     def _shard_groups(self) -> ShardGroups:

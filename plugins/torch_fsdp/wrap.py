@@ -26,7 +26,7 @@ from booster.plugins.sharding.buffer_pool import BufferPool
 from booster.plugins.sharding.collective_order import CollectiveOrder
 from booster.plugins.sharding.deferred_init import Materializer
 
-from .config import FSDPConfig, PrecisionDtypes, check_reshard_after_forward
+from .config import FSDPConfig, check_reshard_after_forward
 from .fsdp2_internals import ShardedParam, fsdp2_param_groups, initialize_root
 from .model import FSDPModel
 from .param_group import ParamGroup, ViewSafeOutputs
@@ -82,7 +82,7 @@ def plan_wrapping(
     """
     tree = _ModuleGraph(model, replicated)
     if policy is None:
-        if tree.num_bytes < SINGLE_GROUP_BYTES:
+        if sum(one.nbytes for one in tree.parameters(model).values()) < SINGLE_GROUP_BYTES:
             return _wrap_plans(tree, {}, own_dtype_classes, is_automatic=True)
         blocks = _transformers_blocks(model)
         named = _wrap_plans(tree, blocks, own_dtype_classes, is_automatic=True)
@@ -115,11 +115,6 @@ class _ModuleGraph:
         self.ignored = {
             module for module in self.names if any(True for _ in module.parameters()) and not self.parameters(module)
         }
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the parameters."""
-        return sum(one.nbytes for one in self.parameters(self.root).values())
 
     def parameters(self, module: nn.Module) -> dict[int, nn.Parameter]:
         """Return the parameters of a module and its submodules, by id."""
@@ -306,19 +301,12 @@ class FSDPModelBuilder:
         mesh: Device mesh with the axes "replica" and "shard".
         device: Compute device of this rank.
         order_group: CPU group of the shard axis.
-        is_primary: If True, this rank writes data that all ranks hold.
     """
 
     config: FSDPConfig
     mesh: DeviceMesh
     device: torch.device
     order_group: dist.ProcessGroup | None
-    is_primary: bool
-
-    @property
-    def precision_dtypes(self) -> PrecisionDtypes:
-        """Dtypes of FSDP's mixed precision; by default nothing is cast."""
-        return self.config.precision_dtypes or PrecisionDtypes()
 
     def check(self, model: nn.Module) -> None:
         """Check that the model can be sharded, without communication or changes.
@@ -327,7 +315,7 @@ class FSDPModelBuilder:
             ConfigError: The model can't be sharded.
         """
         _check_model(model, self.config.ignored_modules)
-        self._plans(model, self._replicated_names(model))
+        self._plans(model)
 
     def build(self, model: nn.Module, materializer: Materializer) -> FSDPModel:
         """Return the boosted model. Collective.
@@ -336,22 +324,19 @@ class FSDPModelBuilder:
             model: The user's model.
             materializer: Initializes modules that are on the meta device.
         """
-        before = dict(model.named_parameters(remove_duplicate=False))
+        originals = dict(model.named_parameters(remove_duplicate=False))
         self._add_dtype_boundaries(model)
-        replicated = self._replicated_names(model)
-        plans = self._plans(model, replicated)
+        plans, replicated = self._plans(model)
         fingerprint = [f"{plan.name!r}, reshard_after_forward={plan.reshard_after_forward!r}" for plan, _ in plans]
         check_same_across_ranks("what auto_wrap_policy makes units of", fingerprint)
         for plan, modules in plans:
             materializer.fill(modules)
             self._shard(model, plan, _named(model, replicated))
-        after = dict(model.named_parameters(remove_duplicate=False))
-        originals = {id(after[name]): before[name] for name in before}
         self._cast_buffers(model)
         return self._wrap_model(model, _named(model, replicated), originals)
 
     def _add_dtype_boundaries(self, model: nn.Module) -> None:
-        dtypes = self.precision_dtypes
+        dtypes = self.config.precision_dtypes
         if dtypes.param_dtype is None:
             return
         ignored = [one for module in self.config.ignored_modules for one in _modules_with_forward(module)]
@@ -363,13 +348,17 @@ class FSDPModelBuilder:
         for module in modules:
             _add_dtype_boundary(module, dtypes.param_dtype, is_permanent=others <= {dtypes.param_dtype})
 
-    def _plans(self, model: nn.Module, replicated: set[str]) -> list[tuple[WrapPlan, list[nn.Module]]]:
-        """Return the wrapped modules, root last, with the submodules that they own; extends `replicated` in place."""
+    def _plans(self, model: nn.Module) -> tuple[list[tuple[WrapPlan, list[nn.Module]]], set[str]]:
+        """Return the wrapped modules, root last, with the submodules that they own, and names of what is replicated.
+
+        These are first names, which stay: `Materializer.fill` replaces parameters.
+        """
+        replicated = self._unshardable(model)
         plans = plan_wrapping(
             model,
             self.config.auto_wrap_policy,
-            replicated=_named(model, replicated),
-            own_dtype_classes=self.precision_dtypes.own_dtype_classes,
+            replicated=replicated,
+            own_dtype_classes=self.config.precision_dtypes.own_dtype_classes,
         )
         taken: set[nn.Module] = set()
         found: list[tuple[WrapPlan, list[nn.Module]]] = []
@@ -377,19 +366,15 @@ class FSDPModelBuilder:
             check_reshard_after_forward(plan.reshard_after_forward, self.mesh.size(1))
             modules = [one for one in plan.module.modules() if one not in taken]
             taken.update(modules)
-            replicated |= _minority_dtype_names(model, modules, _named(model, replicated))
+            replicated |= _of_minority_dtypes(modules, replicated)
             found.append((plan, modules))
-        return found
+        return found, {name for name, one in model.named_parameters() if one in replicated}
 
-    def _replicated_names(self, model: nn.Module) -> set[str]:
-        """Return the first names of parameters that FSDP2 can't shard, or that are ignored."""
+    def _unshardable(self, model: nn.Module) -> set[nn.Parameter]:
+        """Return the parameters that FSDP2 can't shard, or that are ignored."""
         scripted = [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
         ignored = {one for module in [*self.config.ignored_modules, *scripted] for one in module.parameters()}
-        return {
-            name
-            for name, parameter in model.named_parameters()
-            if parameter in ignored or parameter.dim() == 0 or parameter.numel() == 0
-        }
+        return {one for one in model.parameters() if one in ignored or one.dim() == 0 or one.numel() == 0}
 
     def _shard(self, model: nn.Module, plan: WrapPlan, replicated: Collection[nn.Parameter]) -> None:
         unsharded = [parameter for parameter in plan.module.parameters() if not isinstance(parameter, DTensor)]
@@ -399,6 +384,8 @@ class FSDPModelBuilder:
         own, is_root = set(unsharded) - set(replicated), plan.module is model
         if not own and not is_root:
             return
+        dtypes = self.config.precision_dtypes
+        keeps_dtype = isinstance(plan.module, dtypes.own_dtype_classes)
         reshards = plan.reshard_after_forward
         reshards = self.config.default_reshard if reshards is None else reshards
         ViewSafeOutputs(plan.module, clones_views=reshards is not False and (not is_root or bool(reshards)))
@@ -406,21 +393,16 @@ class FSDPModelBuilder:
             plan.module,
             mesh=self.mesh["shard"],
             reshard_after_forward=reshards,
-            mp_policy=self._policy(plan, model),
+            mp_policy=MixedPrecisionPolicy() if keeps_dtype else dtypes.fsdp2_policy(is_root=is_root),
             offload_policy=self.config.offload_policy(self.device),
             ignored_params=set(replicated),
         )
         for parameter in own:  # the optimizer still refers to them
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
-    def _policy(self, plan: WrapPlan, model: nn.Module) -> MixedPrecisionPolicy:
-        if isinstance(plan.module, self.precision_dtypes.own_dtype_classes):
-            return MixedPrecisionPolicy()
-        return self.precision_dtypes.fsdp2_policy(is_root=plan.module is model)
-
     @torch.no_grad()
     def _cast_buffers(self, model: nn.Module) -> None:
-        dtypes = self.precision_dtypes
+        dtypes = self.config.precision_dtypes
         for module in model.modules() if dtypes.buffer_dtype is not None else ():
             if not isinstance(module, dtypes.own_dtype_classes):
                 for buffer in module.buffers(recurse=False):
@@ -428,7 +410,7 @@ class FSDPModelBuilder:
                         buffer.data = buffer.data.to(dtypes.buffer_dtype)
 
     def _wrap_model(
-        self, model: nn.Module, replicated: Sequence[nn.Parameter], originals: Mapping[int, nn.Parameter]
+        self, model: nn.Module, replicated: Sequence[nn.Parameter], originals: Mapping[str, nn.Parameter]
     ) -> FSDPModel:
         names: dict[int, tuple[str, ...]] = {}  # all names of each parameter, the first one first
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -445,10 +427,8 @@ class FSDPModelBuilder:
         for name, module in model.named_modules():
             for fsdp2 in fsdp2_param_groups(module) if isinstance(module, FSDPModule) else ():
                 rank = group_rank(fsdp2.process_group)
-                params = [
-                    ShardedParam(names[key], originals[key], fsdp_param, rank)
-                    for key, fsdp_param in ((id(one.sharded_param), one) for one in fsdp2.fsdp_params)
-                ]
+                members = [(names[id(one.sharded_param)], one) for one in fsdp2.fsdp_params]
+                params = [ShardedParam(own, originals[own[0]], one, rank) for own, one in members]
                 groups.append(ParamGroup(len(groups), name, module, fsdp2, params, collective_order, pool, compiled))
         return FSDPModel(
             model,
@@ -456,7 +436,7 @@ class FSDPModelBuilder:
             ReplicatedParams(replicated_params, shard_group),
             collective_order,
             device=self.device,
-            is_primary=self.is_primary,
+            is_primary=group_rank() == 0,
             writes_shards=self.mesh.get_local_rank("replica") == 0,
             broadcasts_buffers=self.config.broadcast_buffers and group_size() > 1,
         )
@@ -541,15 +521,11 @@ def _named(model: nn.Module, names: Collection[str]) -> list[nn.Parameter]:
     return [parameter for name, parameter in model.named_parameters() if name in names] if names else []
 
 
-def _minority_dtype_names(
-    model: nn.Module, modules: Sequence[nn.Module], replicated: Collection[nn.Parameter]
-) -> set[str]:
-    """Return the first names of a group's parameters whose dtype is not that of most of its elements."""
-    kept = set(replicated)
-    own = {one for module in modules for one in module.parameters(recurse=False)} - kept
+def _of_minority_dtypes(modules: Sequence[nn.Module], replicated: set[nn.Parameter]) -> set[nn.Parameter]:
+    """Return the parameters of a group whose dtype is not that of most of its elements."""
+    own = {one for module in modules for one in module.parameters(recurse=False)} - replicated
     numels: Counter[torch.dtype] = Counter()
     for one in own:
         numels[one.dtype] += one.numel()
     most = max(numels, key=lambda dtype: (numels[dtype], str(dtype)), default=None)
-    others = {one for one in own if one.dtype != most}
-    return {name for name, one in model.named_parameters() if one in others} if others else set()
+    return {one for one in own if one.dtype != most}

@@ -92,7 +92,7 @@ def test_defaults_pass():
     made = checked()
     assert made.mesh_shape(4, 1) == (1, 4)
     assert made.default_reshard is None
-    assert made.precision_dtypes is None
+    assert made.precision_dtypes == PrecisionDtypes()
     assert not made.offloads
 
 
