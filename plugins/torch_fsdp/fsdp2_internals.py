@@ -230,6 +230,7 @@ class ShardedParam:
         shape: Shape of the unsharded parameter.
         padded_numel: Elements of every rank's shard, with padding.
         flat_range: This rank's flat range of the row-major parameter.
+        modules: Modules that hold the parameter; several if it is tied.
     """
 
     def __init__(self, names: tuple[str, ...], original: nn.Parameter, fsdp_param: FSDPParam, rank: int) -> None:
@@ -256,9 +257,10 @@ class ShardedParam:
         self.parameter.__class__ = ShardedWeight  # type: ignore[assignment]
         _param_of[id(self.parameter)] = self
         info = fsdp_param._module_info
-        places = zip(self.modules, [info.param_name, *info.shared_param_names], strict=True)
-        is_plain = all(type(module).__setattr__ is nn.Module.__setattr__ for module in self.modules)
-        self._places = [(module._parameters, name) for module, name in places] if is_plain else None
+        self.modules: list[nn.Module] = [info.module, *info.shared_modules]
+        names_in_modules = [info.param_name, *info.shared_param_names]
+        self._places = [(module._parameters, name) for module, name in zip(self.modules, names_in_modules, strict=True)]
+        self._is_plain = all(type(module).__setattr__ is nn.Module.__setattr__ for module in self.modules)
         self.fsdp_param._setattr_on_modules = self.set_on_modules  # type: ignore[assignment, method-assign]
 
     def set_on_modules(self, parameter: nn.Parameter) -> None:
@@ -271,23 +273,17 @@ class ShardedParam:
         with torch._C.DisableTorchFunctionSubclass():
             if parameter.requires_grad is not self.sync_requires_grad():
                 parameter.requires_grad_(self._requires_grad)
-        if self._places is None:
+        if not self._is_plain:
             FSDPParam._setattr_on_modules(self.fsdp_param, parameter)
             return
         for parameters, name in self._places:  # FSDP2's takes ten calls, four times a step for each parameter
             parameters[name] = parameter
 
     @property
-    def modules(self) -> list[nn.Module]:
-        """Modules that hold the parameter; several if it is tied."""
-        info = self.fsdp_param._module_info
-        return [info.module, *info.shared_modules]
-
-    @property
     def shown(self) -> nn.Parameter:
         """The tensor that the model shows now."""
-        info = self.fsdp_param._module_info
-        return cast(nn.Parameter, info.module._parameters[info.param_name])
+        parameters, name = self._places[0]
+        return cast(nn.Parameter, parameters[name])
 
     @property
     def padded_shard(self) -> torch.Tensor:
@@ -302,19 +298,19 @@ class ShardedParam:
 
     def replacement(self) -> Literal["memory", "parameter"] | None:
         """Return what was replaced since boost(): the memory of the shard, or the parameter, as by tying weights."""
-        info, fsdp_param = self.fsdp_param._module_info, self.fsdp_param
-        if fsdp_param._sharded_param_data.data_ptr() != self._data_ptr:
+        if self.padded_shard.data_ptr() != self._data_ptr:
             return "memory"
         for tensor, storage in self._storages:
             if tensor.untyped_storage() is not storage:
                 return "memory"
-        if info.module._parameters.get(info.param_name) is self.parameter and not info.shared_modules:
-            return None
-        names = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
-        own = [one for name in names if (one := getattr(fsdp_param, name, None)) is not None]
-        places = zip(self.modules, [info.param_name, *info.shared_param_names], strict=True)
-        is_other = any(all(module._parameters.get(name) is not one for one in own) for module, name in places)
-        return "parameter" if is_other else None
+        for parameters, name in self._places:
+            shown = parameters.get(name)
+            if shown is self.parameter:
+                continue
+            attributes = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
+            if shown is None or all(shown is not getattr(self.fsdp_param, one, None) for one in attributes):
+                return "parameter"
+        return None
 
     def sharded(self, full_tensor: torch.Tensor) -> DTensor:
         """Return a DTensor of this rank's rows of a tensor in the shape of the parameter."""
@@ -324,9 +320,9 @@ class ShardedParam:
 
     def sync_requires_grad(self) -> bool:
         """Apply the last change of requires_grad on any of the tensors to all of them, and return it."""
-        before, info = self._requires_grad, self.fsdp_param._module_info
+        before, (parameters, name) = self._requires_grad, self._places[0]
         try:
-            shown = info.module._parameters[info.param_name]
+            shown = parameters[name]
         except KeyError:
             shown = None
         if shown is None:
@@ -517,27 +513,23 @@ def detached_from_fsdp(model: nn.Module) -> Iterator[None]:
     undo: list[Callable[[], None]] = []
     try:
         for module in model.modules():
-            _detach_module(module, undo)
+            if isinstance(module, FSDPModule):
+                undo.append(partial(setattr, module, "__class__", type(module)))
+                module.__class__ = cast(Any, original_class(module))
+            attributes = vars(module)
+            removed = {key: attributes.pop(key) for key in _ATTRIBUTES if key in attributes}
+            undo.append(partial(attributes.update, removed))
+            for name in _HOOKS:
+                hooks: dict[int, Any] = getattr(module, name)
+                own = {key for key, hook in hooks.items() if _is_own_hook(hook)}
+                if own:
+                    undo.append(partial(_restore_hooks, hooks, dict(hooks), own))
+                for key in own:
+                    del hooks[key]
         yield
     finally:
         for restore in reversed(undo):
             restore()
-
-
-def _detach_module(module: nn.Module, undo: list[Callable[[], None]]) -> None:
-    if isinstance(module, FSDPModule):
-        undo.append(partial(setattr, module, "__class__", type(module)))
-        module.__class__ = cast(Any, original_class(module))
-    attributes = vars(module)
-    removed = {key: attributes.pop(key) for key in _ATTRIBUTES if key in attributes}
-    undo.append(partial(attributes.update, removed))
-    for name in _HOOKS:
-        hooks: dict[int, Any] = getattr(module, name)
-        own = {key for key, hook in hooks.items() if _is_own_hook(hook)}
-        if own:
-            undo.append(partial(_restore_hooks, hooks, dict(hooks), own))
-        for key in own:
-            del hooks[key]
 
 
 def _restore_hooks(hooks: dict[int, Any], before: Mapping[int, Any], own: Collection[int]) -> None:
