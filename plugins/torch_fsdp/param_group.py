@@ -27,20 +27,6 @@ from booster.pytree import map_tensors
 from .fsdp2_internals import AllGather, FSDP2ParamGroup, ShardedParam, hooked_tensors
 
 
-def allocate(pool: BufferPool, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return memory for a collective; the pool reuses it when no tensor refers to it any more.
-
-    On accelerators the caching allocator is used instead, which is stream-aware.
-    """
-    numel = math.prod(int(one) for one in size)
-    if device.type != "cpu" or numel == 0:
-        return torch.empty(numel, dtype=dtype, device=device)
-    buffer = pool.acquire(numel * dtype.itemsize)
-    memory = buffer.view(numel, dtype)
-    pool.release(buffer)
-    return memory
-
-
 class ParamGroupAllGather(AllGather):
     """All-gather of a parameter group's weights.
 
@@ -53,7 +39,7 @@ class ParamGroupAllGather(AllGather):
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return the output buffer."""
-        return allocate(self._param_group.pool, [int(one) for one in size], dtype, device)
+        return self._param_group.allocate(math.prod(int(one) for one in size), dtype)
 
     def __call__(
         self,
@@ -218,7 +204,7 @@ class ParamGroup:
         device: Device that the weights are gathered on.
         process_group: Ranks that the parameters are sharded over.
         num_ranks: Size of `process_group`.
-        compute_dtype: Dtype of gathered weights in forward and backward; None for that of the shards.
+        gather_dtype: Dtype of gathered weights in forward and backward.
         reduce_dtype: Dtype of the gradients in the reduce-scatter.
         grad_dtype: Dtype of the reduced gradients.
         on_gradients: Callback of a backward that produces gradients here, or None.
@@ -241,15 +227,13 @@ class ParamGroup:
         self.module = module
         self.fsdp2 = fsdp2
         self.params = tuple(params)
-        self.pool = pool
+        self._pool = pool
         self.coordinator = coordinator
         self.device = fsdp2.device
         self.process_group = fsdp2.process_group
         self.num_ranks = group_size(self.process_group)
-        self.compute_dtype = fsdp2.mp_policy.param_dtype
-        self.reduce_dtype: torch.dtype = (
-            fsdp2.mp_policy.reduce_dtype or self.compute_dtype or self.params[0].shard.dtype
-        )
+        self.gather_dtype: torch.dtype = fsdp2.mp_policy.param_dtype or self.params[0].shard.dtype
+        self.reduce_dtype: torch.dtype = fsdp2.mp_policy.reduce_dtype or self.gather_dtype
         self.grad_dtype = self.reduce_dtype if self.reduce_dtype.itemsize >= 4 else torch.float32
         self._grad_buffer: torch.Tensor | None = None  # of this rank's shards of reduced gradients
         self._grad_params: tuple[ShardedParam, ...] = ()  # that it has gradients of
@@ -382,45 +366,52 @@ class ParamGroup:
                 f"another rank uses {self.name!r} in a backward and this rank does not, which an integer"
                 " reshard_after_forward does not support: pass True or False, or use the same modules on every rank"
             )
-        self._gathered(self.compute_dtype, self.params)
+        self._gathered(self.gather_dtype, self.params)
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory for a collective; the pool reuses it when no tensor refers to it any more.
+
+        On accelerators the caching allocator is used instead, which is stream-aware.
+        """
+        if self.device.type != "cpu" or numel == 0:
+            return torch.empty(numel, dtype=dtype, device=self.device)
+        buffer = self._pool.acquire(numel * dtype.itemsize)
+        memory = buffer.view(numel, dtype)
+        self._pool.release(buffer)
+        return memory
 
     # Weights.
 
     @torch.no_grad()
     def gather(self) -> dict[ShardedParam, torch.Tensor]:
         """Return unsharded weights in newly allocated memory. Collective over `process_group`."""
+        gathered = self._gathered(self.params[0].shard.dtype, self.params)
+        parts = gathered.split([one.padded_numel for one in self.params], dim=1)
         full_params: dict[ShardedParam, torch.Tensor] = {}
-        buffer = self._gathered(None, self.params)
-        grid, start = buffer.view(self.num_ranks, -1), 0
-        for one in self.params:
-            rows = grid[:, start : start + one.padded_numel].reshape(-1)
-            full_params[one] = full_param = torch.empty(one.shape, dtype=rows.dtype, device=rows.device)
-            full_param.view(-1).copy_(rows[: full_param.numel()])
-            start += one.padded_numel
+        for one, part in zip(self.params, parts, strict=True):
+            rows = part.reshape(-1)[: math.prod(one.shape)]
+            full_params[one] = rows.clone(memory_format=torch.contiguous_format).view(one.shape)
         return full_params
 
     @torch.no_grad()
     def _gather_whole(self, param: ShardedParam) -> torch.Tensor:
         """Return a weight that is read outside of the module; see Note [Weights outside of their modules]."""
-        params, dtype = (param,), None
+        params, dtype = (param,), param.shard.dtype
         if self.coordinator.is_in_pass:  # other ranks take part with the whole group, as they need not read it
-            params, dtype = self.params, self.compute_dtype
+            params, dtype = self.params, self.gather_dtype
             self.coordinator.synchronize(CollectiveRequest(self.coordinator.gather_kind, self.index))
-        start = sum(one.padded_numel for one in params[: params.index(param)])
-        rows = self._gathered(dtype, params).view(self.num_ranks, -1)[:, start : start + param.padded_numel]
-        return rows.reshape(-1)[: math.prod(param.shape)].view(param.shape)
+        parts = self._gathered(dtype, params).split([one.padded_numel for one in params], dim=1)
+        return parts[params.index(param)].reshape(-1)[: math.prod(param.shape)].view(param.shape)
 
-    def _gathered(self, dtype: torch.dtype | None, params: Sequence[ShardedParam]) -> torch.Tensor:
-        numel = sum(one.padded_numel for one in params)
-        dtype = dtype or self.params[0].shard.dtype
-        buffer = allocate(self.pool, (numel * self.num_ranks,), dtype, self.device)
-        rank, start = group_rank(self.process_group), 0
-        own = buffer[rank * numel : (rank + 1) * numel]
-        for one in params:
-            own[start : start + one.padded_numel].copy_(one.padded_shard)
-            start += one.padded_numel
+    def _gathered(self, dtype: torch.dtype, params: Sequence[ShardedParam]) -> torch.Tensor:
+        """Return the shards of all ranks with padding, each rank's in one row."""
+        sizes = [one.padded_numel for one in params]
+        buffer = self.allocate(sum(sizes) * self.num_ranks, dtype)
+        rows = buffer.view(self.num_ranks, -1)
+        for part, one in zip(rows[group_rank(self.process_group)].split(sizes), params, strict=True):
+            part.copy_(one.padded_shard)
         start_all_gather(buffer, self.process_group).wait()
-        return buffer
+        return rows
 
     # Gradients.
 
@@ -482,7 +473,7 @@ class ParamGroup:
         self.coordinator.wait_in_flight()
         params = self.reduced_params
         numel = sum([one.padded_numel for one in params])
-        send_buffer = allocate(self.pool, (numel * self.num_ranks,), self.reduce_dtype, self.device)
+        send_buffer = self.allocate(numel * self.num_ranks, self.reduce_dtype)
         self._write_rows(grads, params, send_buffer.view(self.num_ranks, -1))
         grads.clear()
         work = start_reduce_scatter(send_buffer, self.process_group)
@@ -500,13 +491,11 @@ class ParamGroup:
         if not grads:
             rows.zero_()
             return
-        found = [grads[one] if one in grads else self._zeros(one) for one in params]
+        dtype, device = self.gather_dtype, self.device
+        found = [grads[one] if one in grads else torch.zeros(one.shape, dtype=dtype, device=device) for one in params]
         if len({one.dtype for one in found}) > 1:  # those of earlier backwards are in `reduce_dtype`
             found = [one.to(self.reduce_dtype) for one in found]
         torch._chunk_cat(found, dim=0, num_chunks=self.num_ranks, out=rows)
-
-    def _zeros(self, param: ShardedParam) -> torch.Tensor:
-        return torch.zeros(param.shape, dtype=self.compute_dtype or param.shard.dtype, device=self.device)
 
     @torch.no_grad()
     def _finish_reduction(
@@ -540,10 +529,8 @@ class ParamGroup:
     # next one gathers those that a forward has freed since at its start, and frees them at its end.
 
     def _note_graph_of_gradients(self) -> None:
-        if torch.is_grad_enabled():
-            self._has_graph_of_gradients = self._makes_graph = True
-        else:
-            self._makes_graph = False
+        self._makes_graph = torch.is_grad_enabled()
+        self._has_graph_of_gradients |= self._makes_graph
 
     def gather_for_graph_of_gradients(self) -> None:
         """Gather the weights that a graph of gradients needs; see Note [Graphs of gradients]. Collective if any."""
