@@ -8,7 +8,6 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from booster.core.model_wrapper import batch_on_device
 from booster.core.plain_torch import refuse_transforms
 from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, TensorSlice
-from booster.kernels.checksum import crc32
+from booster.kernels.checksum import tensor_crc32
 from booster.plugins.base import refuse_conversion
 from booster.plugins.sharding.buffer_pool import broadcast_coalesced
 from booster.plugins.sharding.collective_order import CollectiveKind, CollectiveOrder
@@ -86,7 +85,7 @@ class FSDPModel(ModelWrapper):
         collective_order.participants = [group.participate for group in self.fsdp_groups]
         for one in module.modules():
             if isinstance(one, FSDPModule):
-                vars(one)[DEEPCOPY] = partial(_refuse_copy, original_class(one))
+                vars(one)[DEEPCOPY] = functools.partial(_refuse_copy, original_class(one))
         _hook_autograd_grad()
         _models.add(self)
 
@@ -289,10 +288,7 @@ class FSDPModel(ModelWrapper):
                     param.set_on_modules(param.parameter)
 
     def _check_same_weights(self) -> None:
-        digest = 0
-        for parameter in self.module.parameters():
-            digest = crc32(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data, digest)
-        digests = all_gather_equal(torch.tensor([digest])).tolist()
+        digests = all_gather_equal(torch.tensor([tensor_crc32(*self.module.parameters())])).tolist()
         if len(set(digests)) > 1:
             broadcast([one.parameter for one in self.replicated_params.params])
             raise ConfigError(
