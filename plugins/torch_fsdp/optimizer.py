@@ -104,20 +104,20 @@ class FSDPOptimizer(ShardedOptimizer):
         """Replace the trainable parameters of these groups by this rank's shards."""
         for index in indices:
             group = self.param_groups[index]
-            new = [one for one in group["params"] if one.requires_grad and id(one) not in self._model_param_of]
+            new = list(self._unfrozen(group))
             updates = self._updates_of(new, index)
             for parameter, update in zip(new, updates, strict=True):
                 if self._keeps_masters:  # for a parameter that is added later only the rounded values exist
                     update.add_master(None)
-                shards = [] if update.shard is None else [update.shard]
-                shard_state(self.optim, parameter, shards)
-                self._model_param_of |= {id(one.parameter): one.model_param for one in shards}
-            sharded = {id(one) for one in new}
-            shards_of_group = [one.shard.parameter for one in updates if one.shard is not None]
-            # In place, as optimizers may hold a reference to the list.
-            group["params"][:] = [one for one in group["params"] if id(one) not in sharded] + shards_of_group
+                shard_state(self.optim, parameter, [] if update.shard is None else [update.shard])
+            shards = [one.shard for one in updates if one.shard is not None]
             # Also if this rank has no shard of a parameter, it must not count as new later.
             self._model_param_of |= {id(one): one for one in new}
+            self._model_param_of |= {id(one.parameter): one.model_param for one in shards}
+            sharded = set(map(id, new))
+            # In place, as optimizers may hold a reference to the list.
+            group["params"][:] = [one for one in group["params"] if id(one) not in sharded]
+            group["params"] += [one.parameter for one in shards]
             self._updates += updates
         self._register_shards()
 
@@ -293,9 +293,8 @@ class FSDPOptimizer(ShardedOptimizer):
 
     def _shard_memory(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         for update in self._updates:
-            memory = update.memory
-            if update.shard is not None and memory is not None:
-                yield update.shard.parameter, memory
+            if update.shard is not None and not update.shard.has_master and update.owner is None:
+                yield update.shard.parameter, update.param.shard
 
     def _publish_weights(self) -> None:
         for update in self._updates:

@@ -56,20 +56,12 @@ class ParamRedistribution:
         shapes: Unsharded shapes of the parameters, equal on all ranks; other arguments refer to them by index.
         owners: Owner rank of each parameter, as returned by `assign_owners`.
         group: Group that the rows are sharded over; None for the world group.
-        device: Device of the unsharded tensors.
     """
 
-    def __init__(
-        self,
-        shapes: Sequence[Sequence[int]],
-        owners: Sequence[int],
-        group: dist.ProcessGroup | None,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, shapes: Sequence[Sequence[int]], owners: Sequence[int], group: dist.ProcessGroup | None) -> None:
         self._shapes = tuple(shapes)
         self._owners = tuple(owners)
         self._group = group
-        self._device = device
         self._rank, self._num_ranks = group_rank(group), group_size(group)
 
     def to_owners(self, shards: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -82,7 +74,7 @@ class ParamRedistribution:
         Collective: every rank of the group must call it. One all-to-all, or none if every owner has all rows already.
         """
         full_tensors = {
-            index: torch.empty(self._shapes[index], dtype=shard.dtype, device=self._device)
+            index: shard.new_empty(self._shapes[index], requires_grad=False)
             for index, shard in shards.items()
             if self._owners[index] == self._rank
         }

@@ -159,13 +159,6 @@ class ParamUpdate:
         return isinstance(self.param, ReplicatedParam) and self._address != self.param.parameter.data_ptr()
 
     @property
-    def memory(self) -> torch.Tensor | None:
-        """Memory that the shard must be a view of, or None if it has separate memory."""
-        if self.shard is None or self.shard.has_master or self.owner is not None:
-            return None
-        return self.param.shard
-
-    @property
     def master(self) -> torch.Tensor | None:
         """Master weights of `param.shard`, flat, or None; see `RedistributedParams` for those of full parameters."""
         if self.shard is None or not self.shard.has_master or self.owner is not None:
@@ -223,19 +216,15 @@ class RedistributedParams:
     """The sharded parameters of a model that their owners update unsharded.
 
     Args:
-        updates: Updates of the parameters, equal on all ranks.
+        updates: Updates of parameters, equal on all ranks; those without an owner are left out.
         shard_group: Group that the rows are sharded over.
     """
 
     def __init__(self, updates: Sequence[ParamUpdate], shard_group: dist.ProcessGroup | None) -> None:
         owners = {one: one.owner for one in updates if one.owner is not None}
         self._updates = tuple(owners)
-        self._redistribution = ParamRedistribution(
-            [one.param.shape for one in owners],
-            list(owners.values()),
-            shard_group,
-            self._updates[0].param.shard.device,
-        )
+        shapes = [one.param.shape for one in owners]
+        self._redistribution = ParamRedistribution(shapes, list(owners.values()), shard_group)
 
     @torch.no_grad()
     def gather_gradients(self) -> None:

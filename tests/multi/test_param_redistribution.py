@@ -55,7 +55,7 @@ def owners_of(members, world_size):
 
 
 def exchange_of(members, owners, group=None):
-    return ParamRedistribution([member.shape for member in members], owners, group, current_device())
+    return ParamRedistribution([member.shape for member in members], owners, group)
 
 
 def whole_of(member, draw=0, dtype=None):

@@ -57,7 +57,7 @@ def test_no_rank_has_much_more_than_its_share(num_ranks):
 
 def test_one_rank_has_everything_already():
     whole = torch.randn(7, 3)
-    exchange = ParamRedistribution([(7, 3)], [0], None, torch.device("cpu"))
+    exchange = ParamRedistribution([(7, 3)], [0], None)
     shard = whole.reshape(-1).clone()
     wholes = exchange.to_owners({0: shard})
     assert list(wholes) == [0]
