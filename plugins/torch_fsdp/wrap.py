@@ -151,7 +151,10 @@ def _wrap_plans(
         if not own:
             continue
         name = tree.names[module]
-        obstacle = _why_never_called(module, name) or _why_not_wrappable(tree, module, own)
+        computes_weight = isinstance(module, ParametrizationList) or ".parametrizations." in f".{name}."
+        obstacle = _why_not_wrappable(tree, module, own)
+        if computes_weight:
+            obstacle = "it computes another module's weight, which may be read outside of forward"
         if obstacle is None:
             taken |= own
             plans.append(WrapPlan(name, module, chosen.get(module)))
@@ -160,7 +163,7 @@ def _wrap_plans(
                 f"mixed_precision leaves {type(module).__name__}s in their own dtype, which takes a separate parameter"
                 f" group, and {name!r} can't be one: {obstacle}. Leave its class out of _module_classes_to_ignore"
             )
-        elif not is_automatic and _why_never_called(module, name) is not None:
+        elif not is_automatic and computes_weight:
             raise ConfigError(
                 f"auto_wrap_policy chooses {name!r}, a {type(module).__name__}: {obstacle}. Have the policy leave it"
                 " out, as CustomPolicy(lambda module: ...) can: its weights then belong to the enclosing group"
@@ -174,15 +177,8 @@ def _why_not_wrappable(tree: _ModuleGraph, module: nn.Module, own: Collection[in
         return "it has no forward, before which weights would be gathered"
     if not tree.is_sole_access_to(own, module):
         return "its weights are used from outside as well, by a module that is tied to it or shares a submodule with it"
-    return None
-
-
-def _why_never_called(module: nn.Module, name: str) -> str | None:
-    """Return why the module's weights are used without calling it, or None."""
     if isinstance(module, NonDynamicallyQuantizableLinear):
-        return "nn.MultiheadAttention reads its weights without calling it, so that they would not be gathered"
-    if isinstance(module, ParametrizationList) or ".parametrizations." in f".{name}.":
-        return "it computes another module's weight, which may be read outside of forward"
+        return "nn.MultiheadAttention reads its weights without calling it"
     return None
 
 
