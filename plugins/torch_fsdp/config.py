@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import Any, cast
 
@@ -147,7 +147,7 @@ class FSDPConfig(PluginConfig):
 
     @property
     def fingerprint(self) -> list[str]:
-        dtypes = [getattr(self.precision_dtypes, name) for name in PrecisionDtypes.__slots__]
+        dtypes = [getattr(self.precision_dtypes, field.name) for field in fields(PrecisionDtypes)]
         described = {
             "process_group": describe_process_group(self.process_group),
             "sharding_strategy": self._strategy_name,

@@ -396,12 +396,14 @@ class ParamGroup:
     @torch.no_grad()
     def _gather_whole(self, param: ShardedParam) -> torch.Tensor:
         """Return a weight that is read outside of the module; see Note [Weights outside of their modules]."""
-        params, dtype = (param,), param.shard.dtype
+        params: Sequence[ShardedParam] = (param,)
+        dtype = param.shard.dtype
         if self.coordinator.is_in_pass:  # other ranks take part with the whole group, as they need not read it
             params, dtype = self.params, self.gather_dtype
             self.coordinator.synchronize(CollectiveRequest(self.coordinator.gather_kind, self.index))
-        parts = self._gathered(dtype, params).split([one.padded_numel for one in params], dim=1)
-        return parts[params.index(param)].reshape(-1)[: math.prod(param.shape)].view(param.shape)
+        start = sum(one.padded_numel for one in params[: params.index(param)])
+        rows = self._gathered(dtype, params)[:, start : start + param.padded_numel]
+        return rows.reshape(-1)[: math.prod(param.shape)].view(param.shape)
 
     def _gathered(self, dtype: torch.dtype, params: Sequence[ShardedParam]) -> torch.Tensor:
         """Return the shards of all ranks with padding, each rank's in one row."""
