@@ -7,7 +7,7 @@ import functools
 import inspect
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn, SupportsIndex
@@ -432,6 +432,21 @@ class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
         """Call the hooks after weights were loaded."""
         for hook in self._load_hooks:
             hook()
+
+    def _named_state(self, sharded: Container[int]) -> list[tuple[list[str], torch.Tensor]]:
+        """Return the tensors of the module's state, each with all of its names.
+
+        Args:
+            sharded: The `id`s of parameters whose memory does not tell which are tied.
+        """
+        state = self.module.state_dict(keep_vars=True)
+        groups: dict[int, list[str]] = {}
+        for name, value in state.items():
+            if id(value) in sharded:
+                groups.setdefault(id(value), []).append(name)
+        others = {name: value for name, value in state.items() if id(value) not in sharded}
+        found = {names[0]: (names, state[names[0]]) for names in [*groups.values(), *self._tied(others)]}
+        return [found[name] for name in state if name in found]
 
     @staticmethod
     def _tied(state: Mapping[str, Any]) -> list[list[str]]:

@@ -316,7 +316,7 @@ class GeminiModel(ModelWrapper):
     def tensor_slices(self) -> list[TensorSlice]:
         params, buffers = self._chunk_params(), {id(buffer) for buffer in self.module.buffers()}
         slices: list[TensorSlice] = []
-        for names, value in self._named_state():
+        for names, value in self._named_state(params):
             param = params.get(id(value))
             if param is None:
                 is_computed = id(value) not in buffers
@@ -347,18 +347,7 @@ class GeminiModel(ModelWrapper):
                 )
 
     def tied_names(self) -> dict[str, tuple[str, ...]]:
-        return {names[0]: tuple(names[1:]) for names, _ in self._named_state() if len(names) > 1}
-
-    def _named_state(self) -> list[tuple[list[str], torch.Tensor]]:
-        """Return the tensors of the model's state dict, each with all of its names."""
-        state, params = self.module.state_dict(keep_vars=True), self._chunk_params()
-        parameters = {name: value for name, value in state.items() if id(value) in params}
-        others = {name: value for name, value in state.items() if id(value) not in params}
-        groups: dict[int, list[str]] = {}
-        for name, value in parameters.items():
-            groups.setdefault(id(value), []).append(name)
-        found = {names[0]: (names, state[names[0]]) for names in [*groups.values(), *self._tied(others)]}
-        return [found[name] for name in state if name in found]
+        return {names[0]: tuple(names[1:]) for names, _ in self._named_state(self._chunk_params()) if len(names) > 1}
 
 
 def _refuse_hidden(manager: ChunkManager, module: nn.Module, prefix: str, keep_vars: bool) -> None:

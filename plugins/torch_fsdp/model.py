@@ -389,8 +389,13 @@ class FSDPModel(ModelWrapper):
         self.reshard()
         buffers = {id(buffer) for buffer in self.module.buffers()}
         slices: list[TensorSlice] = []
-        for names, value in self._named_state():
+        for names, value in self._named_state(self.param_of):
             found = self.param_of.get(id(value))
+            if found is None and isinstance(value, DTensor):
+                raise CheckpointError(
+                    f"{names[0]!r} of the model's state is computed from sharded weights, by a hook or"
+                    " get_extra_state(): save inside of `with model.gathered():`"
+                )
             if isinstance(found, ShardedParam):
                 if found.shard.numel() > 0:
                     slices.append(self._slice_of(names[0], found))
@@ -420,24 +425,7 @@ class FSDPModel(ModelWrapper):
     def tied_names(self) -> dict[str, tuple[str, ...]]:
         if self._is_gathered:
             return super().tied_names()
-        return {names[0]: tuple(names[1:]) for names, _ in self._named_state() if len(names) > 1}
-
-    def _named_state(self) -> list[tuple[list[str], torch.Tensor]]:
-        """Return the tensors of the model's state, each with all of its names."""
-        state = self.module.state_dict(keep_vars=True)
-        groups: dict[int, list[str]] = {}
-        for name, value in state.items():
-            if id(value) in self.param_of:
-                groups.setdefault(id(value), []).append(name)
-        others = {name: value for name, value in state.items() if id(value) not in self.param_of}
-        for name, value in others.items():
-            if isinstance(value, DTensor):
-                raise CheckpointError(
-                    f"{name!r} of the model's state is computed from sharded weights, by a hook or get_extra_state():"
-                    " save inside of `with model.gathered():`"
-                )
-        found = {names[0]: (names, state[names[0]]) for names in [*groups.values(), *self._tied(others)]}
-        return [found[name] for name in state if name in found]
+        return {names[0]: tuple(names[1:]) for names, _ in self._named_state(self.param_of) if len(names) > 1}
 
 
 def _refuse_copy(module_class: type[nn.Module], memo: dict[int, Any]) -> nn.Module:

@@ -128,19 +128,19 @@ def gathered_after_forward(strategy, is_plugin):
     """Returns the names of the weights that this strategy keeps whole after a forward."""
     modules = import_benchmark("zero")
     size = modules["gpt"].SIZES["tiny"]
-    model, shown = modules["gpt"].make_gpt(size), None
+    model = modules["gpt"].make_gpt(size)
     if is_plugin:
-        booster = Booster(plugin=modules["fsdp"].plugin_of(strategy, "fp32"))
-        model, *_ = booster.boost(model)
-        shown = booster.unwrap_model(model)
+        model, *_ = Booster(plugin=modules["fsdp"].plugin_of(strategy, "fp32")).boost(model)
     else:
         manual = modules["manual"]
         manual.shard_manual(model, manual.policy_of("fp32"), reshard_after_forward=manual.STRATEGIES[strategy])
     tokens, _ = modules["gpt"].batches(size)(0)
     logits = model(tokens)
     assert logits.requires_grad
-    names = [name for name, _ in modules["gpt"].GPT(size).named_parameters()]
-    return [name for name in names if not isinstance((shown or model).get_parameter(name), DTensor)]
+    if is_plugin:
+        held = {one.name: one.unsharded_param for one in model.sharded_params}
+        return sorted(name for name, one in held.items() if one is not None and one.untyped_storage().nbytes() > 0)
+    return sorted(name for name, one in model.named_parameters() if not isinstance(one, DTensor))
 
 
 # Of checkpoints.

@@ -83,7 +83,7 @@ class Tied(_Block):
 
 
 class Reader(_Block):
-    """Reads a weight of another block that is no submodule, and parameters of a module that is never called."""
+    """Reads a weight of a block that is not its submodule, and parameters of a module that is never called."""
 
     def __init__(self, other: nn.Module) -> None:
         super().__init__()
@@ -300,7 +300,7 @@ class Case:
 
     Attributes:
         seed: Number that all of it is drawn by.
-        plugins: Plugins with arguments; `hop` goes on to the next.
+        plugins: Plugins with arguments; `hop` takes the next one.
         actions: Steps, and names of other actions.
     """
 
@@ -531,7 +531,7 @@ class RandomLoop:
             self.booster.backward(part, self.optimizer, **options)
 
     def act(self, number: int, action: str) -> None:
-        """Runs an action that is no step."""
+        """Runs an action other than a step."""
         if action in ("evaluate", "infer"):
             self.evaluate(number, torch.no_grad if action == "evaluate" else torch.inference_mode)
         elif action == "learning rate":

@@ -36,7 +36,7 @@ ASSERTS = {
         "tensor.is_contiguous()": "blocks are flat",
         "tensor.nbytes == num_bytes": "a block gives and takes one size",
         "all((shard_spec_of(after[name]).local_shape == tuple(after[name].shape) for name in held))": "specs fit",
-        "group_rank(group) == self.rank(*axes)": "the mesh numbers both",
+        "group_rank(group) == self.rank(*key)": "the mesh numbers both",
         "self.layers": "plans without layers are refused before",
         "len(set(self.layers)) == len(self.layers)": "names of modules differ",
         "not nested": "units are found from the outside in",

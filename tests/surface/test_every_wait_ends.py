@@ -305,7 +305,6 @@ MAKERS = {
     "booster/comm/process_groups.py": "the place",
     "booster/launch/launch.py": "the world",
     "booster/comm/fake.py": "a world that only pretends",
-    "booster/cli/benchmark/workers.py": "the world of a process that its parent ends",
 }
 
 
