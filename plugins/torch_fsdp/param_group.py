@@ -147,7 +147,7 @@ class ViewSafeOutputs:
     if an output is a view that the caller modifies in place, autograd replaces the node that the hook is on; and in
     objects other than containers and dataclasses no tensor is found. In both, backward would read freed weights. So
     views are cloned, and once no tensor was found the weights of the module stay gathered until after backward. A
-    weight that is returned, and a view of one, is cloned because its memory is freed.
+    weight that is returned, and a view of one, is cloned because its memory is freed, at the latest by a backward.
 
     Args:
         module: Module that `fully_shard` is about to be applied to.
@@ -164,9 +164,8 @@ class ViewSafeOutputs:
         if torch.is_grad_enabled() and not hooked_tensors(output):
             assert isinstance(module, FSDPModule)
             module.set_reshard_after_forward(False, recurse=False)
-        if not self._clones_views:
-            return output
-        return map_tensors(lambda one: one.clone() if _is_weight(one) or _is_view_in_graph(one) else one, output)
+        clones = (_is_weight, _is_view_in_graph) if self._clones_views else (_is_weight,)
+        return map_tensors(lambda one: one.clone() if any(is_unsafe(one) for is_unsafe in clones) else one, output)
 
 
 def _is_weight(tensor: torch.Tensor) -> bool:

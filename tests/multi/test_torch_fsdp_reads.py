@@ -205,15 +205,18 @@ def _evaluate_and_train(model, x, backward, rank, step):
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             found.append(model(x).clone())
-    backward(square_loss(model(x)))
+    loss = square_loss(model(x))
+    backward(loss, retain_graph=True)  # frees the weights
+    backward(loss)
     return found
 
 
 @pytest.mark.parametrize("way", ["itself", "view", "frozen"])
+@pytest.mark.parametrize("strategy", ["full", "grad op"])
 @distributed(world_size=2)
-def test_modules_return_weights(way):
-    policy = ModuleWrapPolicy({Returned})
-    FSDPTwins(lambda: UsesReturned(way), _evaluate_and_train, auto_wrap_policy=policy).train().assert_equal()
+def test_modules_return_weights(way, strategy):
+    arguments = {"auto_wrap_policy": ModuleWrapPolicy({Returned}), **STRATEGIES[strategy]}
+    FSDPTwins(lambda: UsesReturned(way), _evaluate_and_train, **arguments).train().assert_equal()
 
 
 @distributed(world_size=2)
