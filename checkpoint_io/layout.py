@@ -20,6 +20,8 @@ PAGE_BYTES = 4096
 SAFETENSORS_SUFFIXES = (".safetensors",)
 BIN_SUFFIXES = (".bin", ".pt", ".pth")
 SINGLE_FILE_SUFFIXES = SAFETENSORS_SUFFIXES + BIN_SUFFIXES
+TRAINING_STATE = "training_state.json"
+TRAINING_STATE_MANIFEST = "training_state.manifest.json"
 _SECOND = "b"
 _PREFIX = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 

@@ -6,7 +6,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+import torch
+
 from booster.errors import BoosterError
+from booster.version import __version__
 
 __all__ = ["main"]
 
@@ -25,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from .run import run
 
     parser = argparse.ArgumentParser(prog="booster", description="Train one loop under any parallel strategy.")
+    versions = f"torch-booster {__version__}, torch {torch.__version__}"
+    parser.add_argument("--version", action="version", version=versions)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     run.add_parser(commands)
     check.add_parser(commands)

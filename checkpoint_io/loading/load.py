@@ -66,6 +66,13 @@ class Match:
         has_unfilled = bool(self.missing or self.differing)
         if strict and (has_unfilled or self.unexpected):
             advice = "Load it into the model that it was saved from, or pass strict=False to load only what fits"
+            prefix = _added_prefix(self.missing, self.unexpected)
+            if prefix is not None:
+                advice = (
+                    f"The names in the checkpoint begin with {prefix!r}, which a wrapper of the model adds, such as"
+                    " DistributedDataParallel or torch.compile: save the state_dict() of the model inside of it"
+                    f" (model.{prefix}state_dict()), or rename them by name.removeprefix({prefix!r})"
+                )
             if converted is not None and converted.failures:
                 failures = "".join(f"\n    {line}" for line in converted.failures[:MAX_LISTED])
                 advice += (
@@ -101,6 +108,13 @@ class Match:
             if len(names) > MAX_LISTED:
                 lines.append(f"    ... and {len(names) - MAX_LISTED} more")
         return "".join(f"\n{line}" for line in lines)
+
+
+def _added_prefix(missing: Sequence[str], unexpected: Sequence[str]) -> str | None:
+    """Return the prefix, such as "module.", of all unexpected names, with which all missing ones are among them."""
+    prefix = unexpected[0].partition(".")[0] + "." if unexpected else ""
+    found = {f"{prefix}{name}" for name in missing} <= set(unexpected)
+    return prefix if missing and found and all(name.startswith(prefix) for name in unexpected) else None
 
 
 def match_names(

@@ -24,6 +24,8 @@ from booster.checkpoint_io.layout import (
     OPTIMIZER,
     SAFETENSORS_SUFFIXES,
     SINGLE_FILE_SUFFIXES,
+    TRAINING_STATE,
+    TRAINING_STATE_MANIFEST,
     check_suffix,
     save_target,
 )
@@ -32,7 +34,6 @@ from booster.checkpoint_io.parallel import CheckpointGroup
 from booster.checkpoint_io.saving.part import CheckpointPart
 from booster.checkpoint_io.saving.save import Saver, SaveRequest
 from booster.checkpoint_io.storage import OpenFile, Storage
-from booster.checkpoint_io.training_state.retention import TRAINING_STATE, TRAINING_STATE_MANIFEST
 from booster.errors import CheckpointError, ConfigError
 from booster.interface import TensorSlice
 

@@ -17,12 +17,12 @@ from booster.checkpoint_io.formats import json_values
 from booster.checkpoint_io.formats.manifest import Manifest
 from booster.checkpoint_io.formats.optimizer_values import parse_values
 from booster.checkpoint_io.formats.tensor_files import GROUPS_KEY, open_tensor_file
-from booster.checkpoint_io.layout import GRADIENTS, MODEL, OPTIMIZER, RANDOM_STATE, FileKind, FileNames
+from booster.checkpoint_io.layout import GRADIENTS, MODEL, OPTIMIZER, RANDOM_STATE, TRAINING_STATE, FileKind, FileNames
 from booster.checkpoint_io.loading.fill import verify_ranges
 from booster.checkpoint_io.loading.reader import StoredCheckpoint, open_checkpoint, read_document
 from booster.checkpoint_io.storage import Storage
 from booster.checkpoint_io.training_state.document import TrainingDocument
-from booster.checkpoint_io.training_state.retention import TRAINING_STATE, StepDirectories, read_training_manifest
+from booster.checkpoint_io.training_state.retention import StepDirectories, read_training_manifest
 from booster.errors import CheckpointError, ConfigError
 
 KINDS = (MODEL, OPTIMIZER, RANDOM_STATE, GRADIENTS)

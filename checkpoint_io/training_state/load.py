@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from booster.checkpoint_io.formats.manifest import DocumentRecord, Manifest
-from booster.checkpoint_io.layout import GRADIENTS, MODEL, OPTIMIZER, RANDOM_STATE
+from booster.checkpoint_io.layout import GRADIENTS, MODEL, OPTIMIZER, RANDOM_STATE, TRAINING_STATE
 from booster.checkpoint_io.loading.fill import read_slices
 from booster.checkpoint_io.loading.load import Loader, ModelLoad, OptimizerLoad, incomplete_on_failure
 from booster.checkpoint_io.loading.reader import StoredCheckpoint, read_document
@@ -25,7 +25,7 @@ from booster.logger import get_dist_logger
 
 from .accumulated_gradients import AccumulatedGradientsLoad
 from .document import TrainingDocument, scheduler_state
-from .retention import LATEST, TRAINING_STATE, StepDirectories, read_training_manifest
+from .retention import LATEST, StepDirectories, read_training_manifest
 
 _MAX_NAMES = 5  # per message
 _MAX_ATTEMPTS = 20  # of a load beside saves that remove what it has found

@@ -8,13 +8,12 @@ from pathlib import Path
 
 from booster.checkpoint_io.commit import remove_checkpoint, replaced_file
 from booster.checkpoint_io.formats.manifest import Manifest
+from booster.checkpoint_io.layout import TRAINING_STATE, TRAINING_STATE_MANIFEST
 from booster.checkpoint_io.loading.reader import open_directory
 from booster.checkpoint_io.storage import Storage
 from booster.errors import CheckpointError, ConfigError
 from booster.logger import get_dist_logger
 
-TRAINING_STATE = "training_state.json"
-TRAINING_STATE_MANIFEST = "training_state.manifest.json"
 LATEST = "latest"
 _MAX_ATTEMPTS = 20
 _STEP = re.compile(r"step-(\d{8,})")

@@ -17,6 +17,8 @@ from booster.checkpoint_io.layout import (
     MODEL,
     OPTIMIZER,
     RANDOM_STATE,
+    TRAINING_STATE,
+    TRAINING_STATE_MANIFEST,
     FileKind,
     as_path,
     save_target,
@@ -40,7 +42,7 @@ from booster.logger import get_dist_logger
 
 from .accumulated_gradients import gradients_part
 from .document import PerRank, TrainingDocument, scheduler_document
-from .retention import TRAINING_STATE, TRAINING_STATE_MANIFEST, StepDirectories, read_training_manifest
+from .retention import StepDirectories, read_training_manifest
 
 # Note [Training checkpoint files]
 # Files of a directory: those of the first model and optimizer; each further model or optimizer in a subdirectory of its

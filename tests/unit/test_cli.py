@@ -6,8 +6,10 @@ import os
 import re
 
 import pytest
+import torch
 import torch.distributed.launcher.api as launcher
 
+import booster
 from booster.cli import main
 from booster.cli.run import exit_report, node_config
 
@@ -23,6 +25,13 @@ def told(stack, time_ns, exitcode=1):
 
 MINE = "Traceback\nValueError: mine\n"
 PEER = "Traceback\nRuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:1\n"
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["--version"])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out == f"torch-booster {booster.__version__}, torch {torch.__version__}\n"
 
 
 def test_the_first_error_is_the_cause_and_comes_last():

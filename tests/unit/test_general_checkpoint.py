@@ -161,6 +161,15 @@ def _save_state(state, path):
     return path
 
 
+@pytest.mark.parametrize("prefix", ["module", "_orig_mod"])
+def test_names_with_the_prefix_of_a_wrapper_say_so(tmp_path, prefix):
+    state = {f"{prefix}.{name}": tensor for name, tensor in state_of(Net(0)).items()}
+    with pytest.raises(CheckpointError, match=rf"begin with '{prefix}\.'.*model\.{prefix}\.state_dict\(\)"):
+        IO.load_model(ModelWrapper(Net(1)), _save_state(state, tmp_path / "m.bin"))
+    with pytest.raises(CheckpointError, match="model that it was saved from"):
+        IO.load_model(ModelWrapper(Net(1)), _save_state({**state, "other": torch.ones(1)}, tmp_path / "m.bin"))
+
+
 def test_all_that_differs_is_listed_and_nothing_is_loaded(tmp_path):
     state = state_of(Net(0))
     del state["norm.bias"], state["scale"]

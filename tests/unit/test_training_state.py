@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 
 import numpy as np
 import pytest
@@ -137,6 +138,17 @@ class TestWhole:
         run.booster.save(tmp_path, model=run.model)
         assert files(tmp_path) == sorted(["log.txt", *MODEL_FILES, *STATE_FILES])
         run.booster.load(tmp_path, model=run.model)
+
+    @pytest.mark.parametrize("name", ["", "model.safetensors"])
+    def test_a_model_saved_over_a_part_is_refused(self, tmp_path, name):
+        run = Run().train(1)
+        run.booster.save(tmp_path, **run.parts)
+        with pytest.raises(CheckpointError, match=r"would replace a part of the training state in .*prefix="):
+            run.booster.save_model(run.model, tmp_path / name, shard=not name)
+        with pytest.raises(CheckpointError, match="would replace a part of the training state"):
+            run.booster.save_optimizer(run.optimizer, tmp_path, shard=True)
+        run.booster.save_model(run.model, tmp_path, shard=True, prefix="average")
+        run.booster.load(tmp_path, **run.parts)
 
     def test_what_was_not_asked_for_is_left_alone(self, tmp_path):
         run = Run().train(2)
@@ -356,13 +368,13 @@ class TestChecksFirst:
         other.train(1)
         assert sorted(os.listdir(tmp_path)) == ["damaged", "good"]
 
-    def test_another_model_saved_over_the_states(self, tmp_path):
-        run = Run().train(2)
-        run.booster.save(tmp_path, **run.parts)
-        other = Run(seed=1).train(1)
-        other.booster.save_model(other.model, tmp_path, shard=True)
-        self.assert_refused(tmp_path, other, "another save into the same directory")
-        other.booster.load(tmp_path, optimizer=other.optimizer)
+    def test_another_model_copied_over_the_states(self, tmp_path):
+        run, other, path = Run().train(2), Run(seed=1).train(1), tmp_path / "state"
+        run.booster.save(path, **run.parts)
+        other.booster.save_model(other.model, tmp_path / "other", shard=True)
+        shutil.copytree(tmp_path / "other", path, dirs_exist_ok=True)
+        self.assert_refused(path, other, "another save into the same directory")
+        other.booster.load(path, optimizer=other.optimizer)
 
     def test_a_state_that_was_edited(self, tmp_path):
         run = Run()
