@@ -55,7 +55,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
         *("*/test_activation_plan*", "*/test_auto_plugin*", "*/test_parallel_plan*"),
     ),
     "loops": (
-        *("*/test_user_loops*", "*/test_trainer*", "*/test_gradient_handlers*", "*/test_ema*"),
+        *("*/test_user_loops*", "*/test_random_loops*", "*/test_trainer*", "*/test_gradient_handlers*", "*/test_ema*"),
         *("*/test_engine*", "*/test_transformers_trainer*"),
     ),
     "optim": ("*/test_opt*", "*/test_adam*", "*/test_lr_*", "*/test_shard*", "*/test_whole*", "*/test_state_*"),
