@@ -381,10 +381,10 @@ class CollectiveOrder:
             kind: Kind of pass.
             variant: Whatever else makes passes differ; those of one variant are compared.
         """
-        before, self._is_forward, self.is_in_pass = self._is_forward, kind is CollectiveKind.FORWARD_BEGIN, True
+        self.abort_pass()  # one that has not ended
+        self._is_forward, self.is_in_pass = kind is CollectiveKind.FORWARD_BEGIN, True
         if self.is_off:
             return
-        self._replay.abort(others_go_on=before)  # one that has not ended
         self._replay.replay_rest()
         if self._device.type != "cpu":
             self._stream = torch.accelerator.current_stream(self._device)

@@ -121,13 +121,18 @@ _READS_NO_WEIGHTS = METADATA_FUNCTIONS | {
     *(torch.Tensor.data.__get__, torch.Tensor.data.__set__),  # type: ignore[attr-defined]
     *(torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.__deepcopy__, torch.Tensor.__repr__),
 }
+_WRITING_OPERATORS = {
+    "__setitem__",
+    *(f"__i{one}__" for one in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")),
+    *(f"__i{one}__" for one in ("and", "or", "xor", "lshift", "rshift")),
+}
 _param_of: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()  # by `id` of `parameter`
 
 
 def _with_whole_weights(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Return an operator's arguments, with whole weights where it reads them; see the note above."""
     name = func.__name__
-    writes = name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+    writes = name in _WRITING_OPERATORS or (name.endswith("_") and not name.endswith("__"))
     written = {id(one) for one in tree_leaves([args[:1] if writes else (), kwargs.get("out")])}
     tensors = {id(one): one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
     read = {key: one for key, one in tensors.items() if isinstance(one, ShardedWeight) and key not in written}

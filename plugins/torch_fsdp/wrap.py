@@ -152,9 +152,8 @@ def _wrap_plans(
             continue
         name = tree.names[module]
         computes_weight = isinstance(module, ParametrizationList) or ".parametrizations." in f".{name}."
-        obstacle = _why_not_wrappable(tree, module, own)
-        if computes_weight:
-            obstacle = "it computes another module's weight, which may be read outside of forward"
+        what_it_computes = "it computes another module's weight, which may be read outside of forward"
+        obstacle = what_it_computes if computes_weight else _why_not_wrappable(tree, module, own)
         if obstacle is None:
             taken |= own
             plans.append(WrapPlan(name, module, chosen.get(module)))

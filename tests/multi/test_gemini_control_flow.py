@@ -13,6 +13,8 @@ from gemini_models import POLICIES, WIDTH, Block, Stack, Twins, simply, square_l
 from harness import distributed, run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from weight_reads import LOOPS as LOOPS_THAT_READ
+from weight_reads import after_the_forward, penalty
 
 from booster.errors import ConfigError, DesyncError, RankFailedError
 from booster.fault_tolerance import collective_errors
@@ -66,21 +68,8 @@ def _penalty_of_weights(model, x, backward, rank, step):
     backward(loss + sum(gradient.square().sum() for gradient in gradients))
 
 
-def _norms(model):
-    return 0.1 * sum(parameter.norm() for parameter in model.parameters())
-
-
-def _regularized(model, x, backward, rank, step):
-    backward(square_loss(model(x)) + _norms(model))
-
-
-def _regularized_before(model, x, backward, rank, step):
-    norms = _norms(model)
-    backward(square_loss(model(x)) + norms)
-
-
 def _regularized_between(model, x, backward, rank, step):
-    loss = square_loss(model(x)) + _norms(model)
+    loss = square_loss(model(x)) + penalty(model)
     backward(loss + square_loss(model(2 * x)))
 
 
@@ -146,8 +135,7 @@ LOOPS = {
         _two_graphs,
         _penalty,
         _penalty_of_weights,
-        _regularized,
-        _regularized_before,
+        *LOOPS_THAT_READ.values(),
         _regularized_between,
         _regularized_by_views,
         _some_inputs,
@@ -416,7 +404,7 @@ class RegularizesItself(nn.Module):
         self.stack = Stack()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.stack(x) + _norms(self.stack)
+        return self.stack(x) + penalty(self.stack)
 
 
 @pytest.mark.parametrize("build", [Stack, RegularizesItself])
@@ -431,7 +419,7 @@ class RegularizesItself(nn.Module):
 )
 @distributed(world_size=[1, 2, 3])
 def test_weights_are_read_outside_of_their_modules(arguments, build):
-    Twins(build, simply if build is RegularizesItself else _regularized, **arguments).train().assert_equal()
+    Twins(build, simply if build is RegularizesItself else after_the_forward, **arguments).train().assert_equal()
 
 
 @distributed(world_size=2)

@@ -13,86 +13,13 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.checkpoint import checkpoint
+from weight_reads import LOOPS, penalty
 
 from booster.errors import ConfigError
 from booster.plugins.torch_fsdp.fsdp2_internals import ShardedWeight
 
 pytestmark = pytest.mark.on_device
 BLOCKS = ModuleWrapPolicy({Block})
-
-
-def _penalty(model):
-    return 0.1 * sum(parameter.norm() for parameter in model.parameters())
-
-
-def _after_the_forward(model, x, backward, rank, step):
-    backward(square_loss(model(x)) + _penalty(model))
-
-
-def _before_the_forward(model, x, backward, rank, step):
-    penalty = _penalty(model)
-    backward(square_loss(model(x)) + penalty)
-
-
-def _with_a_factor_of_the_rank(model, x, backward, rank, step):
-    backward((square_loss(model(x)) + _penalty(model)) * (rank + 1))
-
-
-def _in_a_backward_of_its_own(model, x, backward, rank, step):
-    backward(_penalty(model))
-    backward(square_loss(model(x)))
-
-
-def _as_views(model, x, backward, rank, step):
-    flat = torch.cat([parameter.view(-1) for parameter in model.parameters()])
-    backward(square_loss(model(x)) + 0.1 * flat.norm())
-
-
-def _distance(model, x, backward, rank, step):
-    anchors = [torch.full_like(parameter.detach(), 0.5) for parameter in model.parameters()]
-    others = [torch.ones(parameter.shape, device=x.device) for parameter in model.parameters()]
-    distances = (
-        (one - anchor).square().sum() + (one * other).abs().sum()
-        for one, anchor, other in zip(model.parameters(), anchors, others, strict=True)
-    )
-    backward(square_loss(model(x)) + 0.01 * sum(distances))
-
-
-def _in_a_product(model, x, backward, rank, step):
-    backward(square_loss(model(x)) + (x @ model.blocks[1].first.weight.t()).square().mean())
-
-
-def _without_gradient(model, x, backward, rank, step):
-    with torch.no_grad():
-        average = [torch.zeros(parameter.shape, device=x.device) for parameter in model.parameters()]
-        for kept, parameter in zip(average, model.parameters(), strict=True):
-            kept.mul_(0.5).add_(parameter, alpha=0.5)
-        torch._foreach_lerp_(average, list(model.parameters()), 0.5)
-        weight = model.blocks[0].first.weight
-        average.append(weight @ weight.t() - torch.eye(WIDTH, device=x.device))
-    backward(square_loss(model(x)))
-    return average
-
-
-def _of_frozen_weights(model, x, backward, rank, step):
-    model.blocks[0].requires_grad_(step % 2 == 0)
-    backward(square_loss(model(x)) + _penalty(model))
-
-
-LOOPS = {
-    loop.__name__.strip("_"): loop
-    for loop in (
-        _after_the_forward,
-        _before_the_forward,
-        _with_a_factor_of_the_rank,
-        _in_a_backward_of_its_own,
-        _as_views,
-        _distance,
-        _in_a_product,
-        _without_gradient,
-        _of_frozen_weights,
-    )
-}
 
 
 def read_between_forwards(loop, plain_backward, **arguments):
@@ -224,10 +151,10 @@ def test_a_penalty_reads_the_shards_in_their_own_dtype():
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     twins = FSDPTwins(Stack, auto_wrap_policy=BLOCKS, mixed_precision=policy)
     twins.model(twins.batch(0))
-    penalty, expected = _penalty(twins.model.blocks), _penalty(twins.plain.blocks)
-    assert penalty.dtype == torch.float32
-    torch.testing.assert_close(penalty, expected, rtol=1e-6, atol=0)
-    twins.optimizer.backward(penalty)
+    found, expected = penalty(twins.model.blocks), penalty(twins.plain.blocks)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    twins.optimizer.backward(found)
     twins.booster.clip_grad_norm_(twins.optimizer, float("inf"))
     expected.backward()
     gradients = dict(twins.optimizer.named_gradients())
