@@ -364,7 +364,7 @@ class _PlainOptimizer(OptimizerWrapper, WrapsPlainObject):
     """Plain optimizer: replicated on every rank."""
 
     def __init__(self, optim: Optimizer, is_primary: bool) -> None:
-        super().__init__(optim, _NamedParameters(optim, is_primary), is_primary=is_primary)
+        super().__init__(optim, _NamedParameters(optim, is_primary))
         if optim in _refusals:
             self.model.failed_loads[self] = _refusals[optim][1]
 

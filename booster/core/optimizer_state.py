@@ -61,7 +61,6 @@ class StatefulOptimizer(Protocol):
 
     optim: Optimizer
     data_parallel_group: dist.ProcessGroup | None
-    is_primary: bool
     loss_scaler: LossScaler | None
     master_weights: Fp32MasterWeights | None
     num_skipped_steps: int
@@ -240,7 +239,7 @@ class OptimizerState:
 
     def _state_slices(self, name: str, parameter: nn.Parameter) -> Iterator[TensorSlice]:
         """Yield this rank's slices of a logical parameter's states."""
-        layout, is_primary = self._layout(parameter), self.optimizer.is_primary
+        layout, is_primary = self._layout(parameter), self.optimizer.model.writes(name)
         for key, value in self._state_tensors(parameter):
             if self._is_elementwise(key, value, layout.local_shape, layout.logical_shape):
                 yield from layout.slices(f"{name}.{key}", value, primary=is_primary)
@@ -251,7 +250,7 @@ class OptimizerState:
         """Yield this rank's slices of a logical parameter's master weights."""
         if self.optimizer.model_parameter(parameter) is not parameter:
             layout = self._layout(parameter)
-            yield from layout.slices(f"{name}.{MASTER}", parameter.detach(), primary=self.optimizer.is_primary)
+            yield from layout.slices(f"{name}.{MASTER}", parameter.detach(), primary=self.optimizer.model.writes(name))
 
     def _all_numbers(self) -> dict[str, dict[str, Any]]:
         """Return the plain values among the states by logical parameter, equal on all ranks. May be collective."""

@@ -63,7 +63,6 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         optim: The user's optimizer.
         model: Boosted model whose parameters it updates.
         data_parallel_group: Group over which the plugin averages gradients; optional, defaults to the world.
-        is_primary: True on exactly one of the ranks that hold the same optimizer states.
     """
 
     _is_stepping = False
@@ -75,13 +74,11 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         model: ModelWrapper,
         *,
         data_parallel_group: dist.ProcessGroup | None = None,
-        is_primary: bool = True,
     ) -> None:
         # Optimizer.__init__ is not called: it would make a second set of groups, states and hooks.
         self.optim = optim
         self.model = model
         self.data_parallel_group = data_parallel_group
-        self.is_primary = is_primary
         self.loss_scaler: LossScaler | None = None
         self.master_weights: Fp32MasterWeights | None = None
         self.step_was_skipped = False

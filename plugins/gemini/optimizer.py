@@ -274,7 +274,6 @@ class GeminiOptimizer(ShardedOptimizer):
             updates_on_host=model.manager.placement.offloads_all_states,
             clip=settings.config.clip,
             loss_scaler=settings.config.new_loss_scaler(),
-            is_primary=settings.is_first,
         )
         self._settings = settings
         self._manager = model.manager

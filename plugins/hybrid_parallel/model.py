@@ -104,6 +104,8 @@ class HybridModel(ZeroModel):
             _gather_attention_weights(module, tp_group)
         self._tensor_rank = 0 if tp_group is None else tp_group.rank
         parameters = dict(module.named_parameters(remove_duplicate=False))
+        logical_names = {} if stage_model is None else stage_model.logical_names
+        parameters |= {logical: parameters[name] for name, logical in logical_names.items()}
         self._parameter_names = frozenset(parameters)
         self._sharded_names = _sharded_names(module)
         self._experts = frozenset(name for name, one in parameters.items() if shard_spec_of(one).is_expert)
@@ -436,7 +438,7 @@ def _sharded_names(module: nn.Module) -> frozenset[str]:
 def _numbers_of_heads(config: Any) -> Iterator[int]:
     values = config.to_dict() if hasattr(config, "to_dict") else config
     for name, value in values.items() if isinstance(values, Mapping) else ():
-        if name in NUM_QUERY_NAMES or str(name).endswith("attention_heads"):
+        if isinstance(value, int) and (name in NUM_QUERY_NAMES or str(name).endswith("attention_heads")):
             yield value
         yield from _numbers_of_heads(value)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from booster.errors import ConfigError
 from booster.interface import ShardSpec
 from booster.plugins.base import taking_hooks
 
-from .sequence_parallel.layer_stack import attach_stack
+from .sequence_parallel.layer_stack import attach_stack, run_on_all_tokens
 from .sequence_parallel.recorded_outputs import gather_returned_outputs
 from .sequence_parallel.splitters import SequenceSplitter, TensorAxisSplitter
 from .tensor_parallel.dora import make_parallel_dora
@@ -54,6 +55,7 @@ from .tp_plan.plan import (
     ShardedArgument,
     TensorParallelPlan,
 )
+from .tp_plan.sequence_regions import is_cross_attention
 
 
 def _take_local_heads(
@@ -181,11 +183,12 @@ def parallelize(
     modules = dict(model.named_modules())
     # Name prefixes of the modules inside stacks, where each rank holds its own tokens.
     prefixes = tuple(f"{name}." for stack in plan.stacks for name in stack) if tp_group.shards_sequence else ()
+    of_all_tokens = tuple(f"{name}." for name in plan.all_token_blocks)
     for entry in plan.entries:
         if grid is not None and is_on_grid(entry):
             _put_on_grid(modules[entry.name], entry, plan, grid)
         elif not entry.is_parameter and entry.style not in _UNSWAPPED_STYLES:
-            scatters = entry.name.startswith(prefixes)
+            scatters = entry.name.startswith(prefixes) and not f"{entry.name}.".startswith(of_all_tokens)
             _swap_forward(entry, modules, tp_group, vocabulary_multiple, gathers=not parallel_output, scatters=scatters)
     num_shards, index = tp_group.size, tp_group.rank
     if grid is not None:
@@ -201,7 +204,9 @@ def parallelize(
         _reduce_grads_on_grid(model, plan, grid)
         _divide_stacks(modules, plan, grid)
         return
-    _register_grad_all_reduces(model, plan, tp_group, shard_specs, prefixes)
+    replicas = [name for name, _ in model.named_parameters() if name.startswith(prefixes)]
+    on_own_tokens = frozenset(name for name in replicas if not name.startswith(of_all_tokens))
+    _register_grad_all_reduces(model, plan, tp_group, shard_specs, on_own_tokens)
     if tp_group.shards_sequence:
         # Korthikanti et al., "Reducing Activation Recomputation", 2022
         attach_stacks(model, plan, TensorAxisSplitter(tp_group))
@@ -210,7 +215,20 @@ def parallelize(
             if entry.style in COLUMN_STYLES and entry.region and entry.reads_region:
                 readers.setdefault(entry.region, []).append(modules[entry.name])
         for region, layers in readers.items():
-            GatheredRegionInput(tp_group, layers).attach(modules[region])
+            others = _other_states(modules[region]) if not is_cross_attention(region) else ()
+            GatheredRegionInput(tp_group, layers, others=others).attach(modules[region])
+        for name in plan.all_token_blocks:
+            run_on_all_tokens(modules[name], name, tp_group)
+
+
+def _other_states(region: nn.Module) -> frozenset[str | int]:
+    """Return the positions and names of the arguments that are states of another sequence, such as an encoder's.
+
+    Layers of cross-attention that read them are in no region, and copy them.
+    """
+    names = list(inspect.signature(region.forward).parameters)
+    found = [name for name in names if re.search("encoder|memory|cross", name) and "mask" not in name]
+    return frozenset(found) | frozenset(map(names.index, found))
 
 
 def attach_stacks(model: nn.Module, plan: TensorParallelPlan, splitter: SequenceSplitter) -> None:
@@ -344,7 +362,7 @@ def _register_grad_all_reduces(
     plan: TensorParallelPlan,
     tp_group: TensorParallelGroup,
     shard_specs: Mapping[str, Sequence[ShardSpec]],
-    sequence_parallel_prefixes: tuple[str, ...],
+    on_own_tokens: frozenset[str],
 ) -> None:
     # With a single key-value head every rank holds the full column-parallel layer, but uses it for its own query heads.
     feature_styles = COLUMN_STYLES | {"replicated_with_grad_allreduce"}
@@ -355,9 +373,5 @@ def _register_grad_all_reduces(
             slices = _shared_slices(rank_specs, tp_group.rank)
             if slices is not None:
                 _register_hook(parameter, partial(_all_reduced_slices, *slices, tp_group.group))
-        elif (
-            name.rpartition(".")[0] in partial_names
-            or name in partial_names
-            or name.startswith(sequence_parallel_prefixes)
-        ):
+        elif name.rpartition(".")[0] in partial_names or name in partial_names or name in on_own_tokens:
             all_reduce_replicated_grad(parameter, tp_group.group)

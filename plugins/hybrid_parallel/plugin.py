@@ -392,7 +392,6 @@ class HybridParallelPlugin(ShardedPlugin):
                 self._shard_groups("dp"),
                 expert_groups=self._shard_groups("edp") if config.ep_size > 1 else None,
                 part=part,
-                is_primary=mesh.rank("dp", "sp", "pp", *mesh.extra_axes) == 0,
             )
         if stage_model is not None and config.pipeline is not None:
             weight_gradients = self._partitioner.weight_gradients

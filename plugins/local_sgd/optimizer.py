@@ -61,7 +61,6 @@ class LocalOptimizer(OptimizerWrapper):
         model: Boosted model.
         period: Steps of a round.
         own_group: Group of this rank alone; None in a world of one.
-        is_primary: True on the rank that writes what all ranks hold.
     """
 
     def __init__(
@@ -71,9 +70,8 @@ class LocalOptimizer(OptimizerWrapper):
         *,
         period: int,
         own_group: dist.ProcessGroup | None,
-        is_primary: bool,
     ) -> None:
-        super().__init__(optim, model, data_parallel_group=own_group, is_primary=is_primary)
+        super().__init__(optim, model, data_parallel_group=own_group)
         self._local_model = model
         self._period = period
         self._outer: torch.optim.SGD | None = None
@@ -239,7 +237,7 @@ class LocalState(OptimizerState):
             yield replace(part, name=self._own_name(part.name), primary=True)
         momentum = self.optimizer.outer_momentum(parameter)
         if momentum is not None:
-            yield TensorSlice.full(f"{name}.{_OUTER_MOMENTUM}", momentum, primary=self.optimizer.is_primary)
+            yield TensorSlice.full(f"{name}.{_OUTER_MOMENTUM}", momentum, primary=self.optimizer.model.writes(name))
 
     @staticmethod
     def _own_name(name: str) -> str:

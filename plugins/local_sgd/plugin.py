@@ -128,14 +128,11 @@ class LocalSGDPlugin(DistributedPlugin):
         broadcast([*model.parameters(), *model.buffers()])
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer | None, placed: None) -> WrappedPair:
-        is_primary = self.dp_rank == 0
-        boosted = LocalModel(model, is_primary=is_primary)
+        boosted = LocalModel(model, is_primary=self.dp_rank == 0)
         if optimizer is None:
             return boosted, None
         config = self._config
-        wrapped = LocalOptimizer(
-            optimizer, boosted, period=config.period, own_group=self._own_group, is_primary=is_primary
-        )
+        wrapped = LocalOptimizer(optimizer, boosted, period=config.period, own_group=self._own_group)
         if config.has_outer_optimizer:
             wrapped.set_outer_optimizer(config.outer_lr, config.outer_momentum, nesterov=config.nesterov)
         return boosted, wrapped

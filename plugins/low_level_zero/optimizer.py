@@ -108,7 +108,6 @@ class ZeroOptimizer(ShardedOptimizer):
         expert_groups: The same for the experts of expert parallelism (`ShardSpec.is_expert`), which fewer ranks hold.
             Their gradients are summed over those; each rank's are of the tokens of all ranks that share the experts.
         part: Part of the model that this rank holds; optional, defaults to all of it.
-        is_primary: If True, this rank saves what is equal on all ranks.
     """
 
     model: ZeroModel
@@ -122,7 +121,6 @@ class ZeroOptimizer(ShardedOptimizer):
         *,
         expert_groups: ShardGroups | None = None,
         part: ModelPart | None = None,
-        is_primary: bool = True,
     ) -> None:
         super().__init__(
             optim,
@@ -131,7 +129,6 @@ class ZeroOptimizer(ShardedOptimizer):
             updates_on_host=config.cpu_offload,
             clip=config.clip,
             loss_scaler=config.new_loss_scaler(),
-            is_primary=is_primary,
         )
         self._config = config
         self._expert_groups = expert_groups or groups

@@ -139,13 +139,12 @@ class LowLevelZeroPlugin(ReplicatedPlugin):
             convert_batch_norm(model, self._device)
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer | None, placed: None) -> WrappedPair:
-        config, is_primary = self._config, self.dp_rank == 0
+        config = self._config
         broadcasts = config.broadcast_buffers and self.dp_size > 1
-        boosted = ZeroModel(model, None, is_primary=is_primary, broadcasts_buffers=broadcasts)
+        boosted = ZeroModel(model, None, is_primary=self.dp_rank == 0, broadcasts_buffers=broadcasts)
         wrapped = None
         if optimizer is not None:
-            groups = ShardGroups(**self._shard_groups)
-            wrapped = ZeroOptimizer(optimizer, boosted, config, groups, is_primary=is_primary)
+            wrapped = ZeroOptimizer(optimizer, boosted, config, ShardGroups(**self._shard_groups))
         config.set_precision(boosted, cast_inputs=config.cast_inputs)
         if self.dp_size > 1:
             refuse_plain_training(boosted, untrained=model.parameters() if optimizer is None else ())

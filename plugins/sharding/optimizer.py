@@ -84,7 +84,6 @@ class ShardedOptimizer(OptimizerWrapper):
         updates_on_host: If True, gradients and optimizer states are in host memory, also with an accelerator.
         clip: Clipping at every step.
         loss_scaler: Loss scaler for fp16; optional, defaults to no scaling.
-        is_primary: If True, this rank saves what is equal on all ranks.
 
     Attributes:
         shards: This rank's shards.
@@ -102,9 +101,8 @@ class ShardedOptimizer(OptimizerWrapper):
         updates_on_host: bool = False,
         clip: GradClipConfig,
         loss_scaler: LossScaler | None = None,
-        is_primary: bool = True,
     ) -> None:
-        super().__init__(optim, model, data_parallel_group=groups.data_parallel_group, is_primary=is_primary)
+        super().__init__(optim, model, data_parallel_group=groups.data_parallel_group)
         self.loss_scaler = loss_scaler
         self._groups = groups
         self._grad_norm_group = groups.shard_group if groups.grad_norm_group is None else groups.grad_norm_group

@@ -107,12 +107,11 @@ class TorchDDPPlugin(DistributedPlugin):
             convert_batch_norm(model, self._device)
 
     def _wrap(self, model: nn.Module, optimizer: Optimizer | None, placed: None) -> WrappedPair:
-        is_primary = self.dp_rank == 0
-        boosted = DDPModel(model, is_primary=is_primary)
+        boosted = DDPModel(model, is_primary=self.dp_rank == 0)
         boosted.broadcasts_buffers = self._config.broadcast_buffers
         if self.dp_size > 1:
             _reducers[model] = self._new_reducer(model, has_optimizer=optimizer is not None)
-        wrapped = None if optimizer is None else DDPOptimizer(optimizer, boosted, is_primary=is_primary)
+        wrapped = None if optimizer is None else DDPOptimizer(optimizer, boosted)
         return boosted, wrapped
 
     def _new_reducer(self, model: nn.Module, *, has_optimizer: bool) -> Reducer:

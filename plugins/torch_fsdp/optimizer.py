@@ -36,7 +36,6 @@ class FSDPOptimizer(ShardedOptimizer):
         groups: Process groups of the shards.
         kind: Unit of data that an update depends on.
         loss_scaler: Loss scaler of float16; optional, by default losses are not scaled.
-        is_primary: If True, this rank writes data that all ranks hold.
     """
 
     model: FSDPModel
@@ -50,7 +49,6 @@ class FSDPOptimizer(ShardedOptimizer):
         kind: OptimizerKind,
         *,
         loss_scaler: LossScaler | None = None,
-        is_primary: bool = True,
     ) -> None:
         super().__init__(
             optim,
@@ -59,7 +57,6 @@ class FSDPOptimizer(ShardedOptimizer):
             updates_on_host=config.offloads,
             clip=config.clip,
             loss_scaler=loss_scaler,
-            is_primary=is_primary,
         )
         self._kind = kind
         self._updates: list[ParamUpdate] = []

@@ -192,15 +192,8 @@ class TorchFSDPPlugin(DistributedPlugin):
         if optimizer is not None:
             scales = dtypes.param_dtype is torch.float16
             scaler = new_loss_scaler(self._config.loss_scale, verbose=self._config.verbose) if scales else None
-            wrapped = FSDPOptimizer(
-                optimizer,
-                boosted,
-                self._config,
-                self._shard_groups(),
-                placed,
-                loss_scaler=scaler,
-                is_primary=self.dp_rank == 0,
-            )
+            groups = self._shard_groups()
+            wrapped = FSDPOptimizer(optimizer, boosted, self._config, groups, placed, loss_scaler=scaler)
         for group in boosted.fsdp_groups if optimizer is None else ():
             group.on_gradients = refuse_plain_gradient
         untrained = [param.parameter for param in boosted.replicated_params.params] if optimizer is None else []

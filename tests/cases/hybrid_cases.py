@@ -52,7 +52,7 @@ def entry_of(plan: Any, name: str) -> Any:
 
 def models_under(layout: str) -> list[str]:
     """Returns the models that can be trained under a layout by name."""
-    models = [*DENSE, *EXPERTS] if layout not in MODES else SEQUENCES
+    models = [*(DENSE if layout not in MODES else SEQUENCES), *EXPERTS]
     tp_size = LAYOUTS[layout][1].get("tp_size", 1)
     return [
         model

@@ -28,6 +28,14 @@ PLUGINS = {
     "fsdp": TorchFSDPPlugin,
     "hybrid": HybridParallelPlugin,
 }
+# A large eps, as a small one makes large differences of small ones.
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "SGD": {"momentum": 0.9, "nesterov": True},
+    "Adam": {"eps": 1e-2, "amsgrad": True},
+    "AdamW": {"eps": 1e-2, "weight_decay": 0.05},
+    "RMSprop": {"eps": 0.1, "momentum": 0.5},
+    "Adagrad": {"eps": 1e-2},
+}
 TOLERANCES = {torch.float64: {"rtol": 1e-6, "atol": 1e-7}, torch.float32: {"rtol": 2e-3, "atol": 3e-4}}
 
 
@@ -328,7 +336,7 @@ def draw_case(seed: int, num_ranks: int) -> Case:
         checkpoints=draw.choice([[None], [None], [False], [None, False], [True, None], [False, True]]),
         has_unused=draw.random() < 0.3,
         dtype=draw.choice([torch.float32, torch.float32, torch.float64]),
-        optimizer=draw.choice(["SGD", "Adam", "AdamW", "RMSprop", "Adagrad"]),
+        optimizer=draw.choice(list(OPTIMIZERS)),
         groups=draw.choice(["one", "two", "frozen", "frozen outside"]),
         plugins=[draw_plugin(draw, num_ranks) for _ in range(3)],
     )
@@ -397,14 +405,7 @@ def new_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
             parameter.requires_grad_(False)
     given = [one for one in model.parameters() if one.requires_grad or case.groups != "frozen outside"]
     groups = [{"params": given[::2]}, {"params": given[1::2], "lr": 0.02}] if case.groups == "two" else given
-    options = {  # a large eps, as a small one makes large differences of small ones
-        "SGD": {"momentum": 0.9, "nesterov": True},
-        "Adam": {"eps": 1e-2, "amsgrad": True},
-        "AdamW": {"eps": 1e-2, "weight_decay": 0.05},
-        "RMSprop": {"eps": 0.1, "momentum": 0.5},
-        "Adagrad": {"eps": 1e-2},
-    }
-    return getattr(torch.optim, case.optimizer)(groups, lr=0.03, **options[case.optimizer])
+    return getattr(torch.optim, case.optimizer)(groups, lr=0.03, **OPTIMIZERS[case.optimizer])
 
 
 class RandomLoop:
@@ -482,7 +483,7 @@ class RandomLoop:
         if step.clip == "value":
             nn.utils.clip_grad_value_(trained, 0.05)
         elif step.clip is not None:
-            norm = nn.utils.clip_grad_norm_(trained, 0.3, norm_type=_norm_type(step))
+            norm = nn.utils.clip_grad_norm_(trained, 0.3, norm_type=norm_type(step.clip))
         if not step.skips:
             self.plain_optimizer.step()
         self.plain_optimizer.zero_grad()
@@ -512,7 +513,7 @@ class RandomLoop:
         if step.clip == "value":
             self.optimizer.clip_grad_by_value(0.05)
         elif step.clip is not None:
-            norm = self.booster.clip_grad_norm_(self.optimizer, 0.3, norm_type=_norm_type(step))
+            norm = self.booster.clip_grad_norm_(self.optimizer, 0.3, norm_type=norm_type(step.clip))
         if not step.skips:
             self.optimizer.step()
         self.optimizer.zero_grad()
@@ -582,5 +583,5 @@ def _penalty(model: nn.Module) -> Any:
     return 0.01 * sum(one.square().sum() for one in model.parameters() if one.requires_grad)
 
 
-def _norm_type(step: Step) -> float:
-    return float("inf") if step.clip == "inf" else 2.0
+def norm_type(clip: str) -> float:
+    return float("inf") if clip == "inf" else 2.0

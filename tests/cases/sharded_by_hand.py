@@ -62,7 +62,7 @@ class ShardedByHand(OptimizerWrapper):
     follow_weights = staticmethod(follow_weights)
 
     def __init__(self, optim, model, *, seed, has_masters=False, group=None, loss_scaler=None) -> None:
-        super().__init__(optim, model, is_primary=group_rank() == 0)
+        super().__init__(optim, model)
         self.loss_scaler = loss_scaler
         self._local: dict[str, torch.Tensor] = {}
         self._sums: dict[tuple[str, tuple[int, int]], torch.Tensor] = {}

@@ -29,6 +29,14 @@ STRATEGIES: dict[str, dict[str, Any]] = {
             "sequence_parallelism_mode": "all_to_all",
         },
     },
+    "split_gather": {
+        "plugin": "hybrid_parallel",
+        "plugin_arguments": {
+            "tp_size": 2,
+            "enable_sequence_parallelism": True,
+            "sequence_parallelism_mode": "split_gather",
+        },
+    },
     "pp": {"plugin": "hybrid_parallel", "plugin_arguments": {"pp_size": 2, "num_microbatches": 2}},
 }
 

@@ -199,7 +199,76 @@ REFUSALS: tuple[Refusal, ...] = (
             SqueezeBertForMaskedLM
         """,
     ),
+    Refusal(
+        strategy="split_gather",
+        reason="a layer can't be tried out on tokens alone, so that it is not known which of its modules mix them",
+        message="could not be verified to compute tokens independently",
+        names="""
+            CodeGenForCausalLM FuyuForCausalLM GPTJForCausalLM GPTNeoXJapaneseForCausalLM
+            MllamaForCausalLM ModernBertDecoderForCausalLM MoshiForCausalLM PersimmonForCausalLM
+            ProphetNetForCausalLM RecurrentGemmaForCausalLM StableLmForCausalLM XLMWithLMHeadModel
+            XLNetLMHeadModel XmodForCausalLM ZayaForCausalLM xLSTMForCausalLM FlaubertWithLMHeadModel
+            FunnelForMaskedLM GteForMaskedLM JinaEmbeddingsV3ForMaskedLM ModernBertForMaskedLM
+            ModernVBertForMaskedLM NomicBertForMaskedLM XmodForMaskedLM
+            BigBirdPegasusForConditionalGeneration FSMTForConditionalGeneration
+            LEDForConditionalGeneration LongT5ForConditionalGeneration MT5ForConditionalGeneration
+            MvpForConditionalGeneration PegasusXForConditionalGeneration
+            ProphetNetForConditionalGeneration SwitchTransformersForConditionalGeneration
+            FocalNetForImageClassification HieraForImageClassification PvtForImageClassification
+            SwinForImageClassification Swinv2ForImageClassification Data2VecAudioForSequenceClassification
+            Wav2Vec2ConformerForSequenceClassification WavLMForSequenceClassification Data2VecAudioForCTC
+            LasrForCTC ParakeetForCTC Wav2Vec2ConformerForCTC WavLMForCTC CanaryForConditionalGeneration
+            CohereAsrForConditionalGeneration DiaForConditionalGeneration
+            MoonshineForConditionalGeneration Pop2PianoForConditionalGeneration SeamlessM4TForSpeechToText
+            SeamlessM4Tv2ForSpeechToText
+        """,
+    ),
+    Refusal(
+        strategy="split_gather",
+        reason="hidden states that are not (batch, tokens, features)",
+        message="got hidden states of shape",
+        names="""
+            DeepseekV4ForCausalLM Gemma3nForCausalLM HYV4ForCausalLM ConvNextForImageClassification
+            MobileViTForImageClassification
+        """,
+    ),
+    Refusal(
+        strategy="split_gather",
+        reason="layers of unlike classes",
+        message="the model has no stack of layers",
+        names="""
+            JambaForCausalLM OlmoHybridForCausalLM Zamba2ForCausalLM
+        """,
+    ),
+    Refusal(
+        strategy="split_gather",
+        reason="a layer combines hidden states with other states of all tokens",
+        message="failed on this rank's",
+        names="""
+            DbrxForCausalLM Gemma4ForCausalLM Gemma4ForConditionalGeneration Inkling2ForCausalLM
+            Qwen4ExpForCausalLM MobileBertForMaskedLM DonutSwinForImageClassification
+        """,
+    ),
+    Refusal(
+        strategy="split_gather",
+        reason="layers that return an output of a class of their own",
+        message="which contains no hidden states to gather",
+        names="""
+            ReformerModelWithLMHead ReformerForMaskedLM
+        """,
+    ),
+    Refusal(
+        strategy="split_gather",
+        reason="a norm inside of the modules whose layers are sharded",
+        message="is replicated, but computed from the full sequence before",
+        names="""
+            RobertaPreLayerNormForCausalLM RobertaPreLayerNormForMaskedLM
+        """,
+    ),
 )
+
+# A mode that divides tokens among the tensor-parallel ranks refuses what tensor parallelism refuses as well.
+INCLUDED = {"split_gather": "tp"}
 
 DIFFERENCES: tuple[Difference, ...] = (
     Difference(
@@ -214,7 +283,8 @@ DIFFERENCES: tuple[Difference, ...] = (
 
 def refusal_of(name: str, strategy: str) -> Refusal | None:
     """Return why a strategy refuses a model; None where it runs."""
-    found = [one for one in REFUSALS if one.strategy == strategy and name in one.names.split()]
+    strategies = (strategy, INCLUDED.get(strategy))
+    found = [one for one in REFUSALS if one.strategy in strategies and name in one.names.split()]
     assert len(found) <= 1, f"{name} under {strategy} is refused twice: {found}"
     return found[0] if found else None
 

@@ -36,11 +36,11 @@ class VersionedState:
         self.numbers = state["torch_cpu"].clone()
 
 
-def _optimizer(model, version, is_primary=True):
+def _optimizer(model, version):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     for parameter in model.parameters():
         optimizer.state[parameter] = {"momentum_buffer": torch.full_like(parameter, version)}
-    return OptimizerWrapper(optimizer, model, is_primary=is_primary)
+    return OptimizerWrapper(optimizer, model)
 
 
 def _parts(models, optimizers, state):
@@ -63,7 +63,7 @@ def save_state(
     models = {name: SplitModel(version) for name in names}
     # An optimizer's slices are whole on every rank: all of them hold it, rank 0 writes.
     is_first = not dist.is_initialized() or dist.get_rank() == 0
-    optimizers = {name: _optimizer(ModelWrapper(Net(version)), version, is_first) for name in names}
+    optimizers = {name: _optimizer(ModelWrapper(Net(version), is_primary=is_first), version) for name in names}
     io = GeneralCheckpointIO(group, storage or UnsyncedStorage())
     io.save_training_state(
         root,

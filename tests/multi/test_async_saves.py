@@ -41,7 +41,7 @@ def _wrapped(seed=0):
     torch.manual_seed(seed)
     is_primary = dist.get_rank() == 0
     model = ModelWrapper(nn.Linear(601, 500).to(current_device()), is_primary=is_primary)
-    optimizer = OptimizerWrapper(AdamW(model.parameters()), model, is_primary=is_primary)
+    optimizer = OptimizerWrapper(AdamW(model.parameters()), model)
     model(torch.ones(1, 601, device=current_device())).sum().backward()
     optimizer.step()
     return model, optimizer

@@ -41,7 +41,7 @@ def _wrapped(seed, is_primary=None):
     torch.manual_seed(seed)
     is_primary = dist.get_rank() == 0 if is_primary is None else is_primary
     model = ModelWrapper(nn.Linear(3, 2).to(current_device()), is_primary=is_primary)
-    optimizer = OptimizerWrapper(AdamW(model.parameters(), lr=0.5 + seed), model, is_primary=is_primary)
+    optimizer = OptimizerWrapper(AdamW(model.parameters(), lr=0.5 + seed), model)
     model(torch.ones(1, 3, device=current_device())).sum().backward()
     optimizer.step()
     return model, optimizer

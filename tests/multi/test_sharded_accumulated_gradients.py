@@ -98,7 +98,7 @@ def make(place: Layout, seed: int, *, scale: float | None = None, dtype=torch.fl
     model = ModelWrapper(net, is_primary=group_rank() == 0)
     scaler = None if scale is None else FixedScale(scale)
     if not place.is_sharded:
-        wrapped = OptimizerWrapper(optimizer, model, is_primary=group_rank() == 0)
+        wrapped = OptimizerWrapper(optimizer, model)
         wrapped.loss_scaler = scaler
         return wrapped
     group, length = None, place.size // place.num_groups

@@ -137,7 +137,7 @@ def make(place: str, kind: str, seed: int, *, is_fresh: bool, dtype=torch.float3
         net.frozen.requires_grad_(False)
     model, states = ModelWrapper(net, is_primary=group_rank() == 0), states_of(net, optimizer)
     if place == "whole":
-        wrapped = OptimizerWrapper(optimizer, model, is_primary=group_rank() == 0)
+        wrapped = OptimizerWrapper(optimizer, model)
         if has_masters:
             wrapped.master_weights = Fp32MasterWeights(optimizer)
         return wrapped

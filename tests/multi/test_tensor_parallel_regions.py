@@ -8,11 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import distributed
+from hybrid_cases import on_tensor_axis
+from hybrid_twins import Twins
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from zoo import get_model, needs_transformers
 
 from booster.comm import all_gather_equal, count_communication, start_all_reduce, use_shared_memory
 from booster.device import current_device
+from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.tensor_parallel import mappings
 from booster.plugins.hybrid_parallel.tensor_parallel.group import TensorParallelGroup
 from booster.plugins.hybrid_parallel.tensor_parallel.linear import make_column_parallel, make_row_parallel
@@ -323,3 +327,61 @@ def test_a_rotary_key_gets_the_gradient_of_all_heads(world_size):
     total = float(sum(range(1, world_size + 1)))
     expected = torch.tensor([dist.get_rank() + 1.0] * 3 + [total] * 2)
     torch.testing.assert_close(projection.weight.grad[:, 0].cpu(), expected)
+
+
+# Blocks that compute all tokens on each rank, in layers of which each rank has some tokens.
+
+UNSHARDED_ATTENTION = {"layers.*.gate": "colwise", "layers.*.up": "colwise", "layers.*.down": "rowwise"}
+ATTENTION = {
+    **{f"layers.*.attention.{name}": "colwise" for name in ("query", "key", "value")},
+    "layers.*.attention.out": "rowwise",
+}
+
+
+def gated_transformer():
+    """Returns a model whose attention multiplies its output by what a replicated layer computes of all tokens."""
+    model = get_model("user_transformer").build()
+    for layer in model.layers:
+        attention = layer.attention
+        attention.share = nn.Linear(32, 1)
+        attention.share.weight.data.fill_(0.1)
+        attention.share.bias.data.zero_()
+        attention.register_forward_hook(lambda own, given, output: output * own.share(given[0]).sigmoid())
+    return model
+
+
+@distributed([2, 3])
+@pytest.mark.parametrize("mode", ["split_gather", "ring"])
+@pytest.mark.parametrize(
+    ("build", "plan", "block"),
+    [
+        (get_model("user_transformer").build, UNSHARDED_ATTENTION, "layers.0.attention"),
+        (gated_transformer, {**ATTENTION, **UNSHARDED_ATTENTION}, "layers.1.attention"),
+    ],
+    ids=["unsharded", "gated"],
+)
+def test_attention_that_computes_all_tokens(world_size, mode, build, plan, block):
+    arguments = on_tensor_axis(mode, world_size)[1]
+    twins = Twins("user_transformer", build=build, plan=plan, zero_stage=1, **arguments)
+    notes = twins.plugin.explain(build())
+    assert f"{block.replace('0', '*').replace('1', '*')} computes all tokens on each rank" in str(notes)
+    twins.train().assert_equal()
+
+
+@needs_transformers
+@distributed([2])
+@pytest.mark.parametrize("mode", ["split_gather", "ring"])
+def test_routers_and_experts_compute_all_tokens(mode):
+    arguments = on_tensor_axis(mode, 2)[1]
+    Twins("mixtral", gradient_checkpoint_config=True, **arguments).train().assert_equal()
+
+
+@distributed([2])
+def test_random_numbers_of_all_tokens_are_refused():
+    def build():
+        model = get_model("user_transformer").build()
+        model.layers[1].attention.out = nn.Sequential(model.layers[1].attention.out, nn.Dropout(0.1))
+        return model
+
+    with pytest.raises(ConfigError, match=r"layers.1.attention.out.1 draws random numbers \(at a rate of 0.1\)"):
+        Twins("user_transformer", build=build, plan=UNSHARDED_ATTENTION, **on_tensor_axis("split_gather", 2)[1])

@@ -27,6 +27,7 @@ QUICK = (
     ("Wav2Vec2ForCTC", "fsdp"),
     ("DeepseekV3ForCausalLM", "tp"),
     ("Gemma4ForCausalLM", "sp"),
+    ("T5Gemma2ForConditionalGeneration", "split_gather"),
     ("MPNetForMaskedLM", "pp"),
     ("InklingForCausalLM", "tp"),
     ("JambaForCausalLM", "gemini"),

@@ -113,19 +113,13 @@ def test_heads_that_nothing_counts() -> None:
     assert all(entry.blocks == (Block(num_units=4, unit_size=8),) for entry in plan.entries)
 
 
-def test_split_sequences_need_attentions_that_are_split() -> None:
-    with pytest.raises(ConfigError, match=r"'layers.0.attention' mixes tokens, but the plan does not shard it"):
-        choose_plan(Model(), tp_size=2, plan=MLP, shards_sequence=True)
-
-
 def test_split_sequences_need_gradients_that_the_plan_accounts_for() -> None:
     model = Model()
     for layer in model.layers:
-        layer.attention.gate = nn.Linear(32, 1)
-    with pytest.raises(
-        ConfigError, match=r"'layers.0.attention.gate' is replicated, .* gradient would be counted once per"
-    ):
-        choose_plan(model, tp_size=2, plan={**ATTENTION, **MLP}, shards_sequence=True)
+        layer.attention.norm = nn.LayerNorm(32)
+    plan = {**ATTENTION, **MLP, "layers.*.attention.o_proj": "replicated"}
+    with pytest.raises(ConfigError, match=r"'layers.0.attention.norm' is replicated, .* counted once per"):
+        choose_plan(model, tp_size=2, plan=plan, shards_sequence=True)
 
 
 def test_split_sequences_need_a_stack() -> None:
@@ -134,16 +128,13 @@ def test_split_sequences_need_a_stack() -> None:
         choose_plan(model, tp_size=2, plan={"0": "colwise", "1": "rowwise"}, shards_sequence=True)
 
 
-def test_experts_need_whole_sequences() -> None:
-    transformers = pytest.importorskip("transformers")
-    with torch.device("meta"):
-        model = transformers.MixtralForCausalLM(
-            transformers.MixtralConfig(
-                hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=64
-            )
-        )
-    with pytest.raises(ConfigError, match=r"'moe_tp_experts' .* which needs the full sequence"):
-        choose_plan(model, tp_size=2, shards_sequence=True)
+def test_layers_that_call_experts_themselves_need_whole_sequences() -> None:
+    model = Model()
+    for layer in model.layers:
+        layer.experts = nn.Linear(32, 32)
+    plan = {**ATTENTION, **MLP, "layers.*.experts": "moe_tp_experts"}
+    with pytest.raises(ConfigError, match=r"'moe_tp_experts' .* which the layer itself calls"):
+        choose_plan(model, tp_size=2, plan=plan, shards_sequence=True)
 
 
 P = torch.nn.utils.parametrizations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import re
 import sys
 from typing import Any
 
@@ -270,7 +271,19 @@ def _running_members(base: type[nn.Module]) -> dict[str, Any]:
         if info is not None:
             hidden = kwargs[info.hidden] if isinstance(info.hidden, str) else args[info.hidden]
             self.__dict__[_STACK].splitter.set_sequences(info.length, hidden.shape[0])
-        return base.forward(self, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return base.forward(self, *args, **kwargs)
+        try:
+            return base.forward(self, *args, **kwargs)
+        except RuntimeError as error:
+            if info is None or not re.search(r"must match|size mismatch|is invalid for input", str(error)):
+                raise
+            raise ConfigError(
+                f"{type(self).__name__} failed on this rank's {hidden.shape[1]} of {info.length} tokens ({error}):"
+                " probably it combines them with a tensor of all tokens, as sequence parallelism on the tensor-parallel"
+                " axis shards hidden states only: use sequence_parallelism_mode='all_to_all', which has a separate"
+                " axis, or disable it"
+            ) from error
 
     return {"forward": forward}
 

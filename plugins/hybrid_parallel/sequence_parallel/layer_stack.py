@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch.nn.modules.conv import _ConvNd
 
 from booster.core.compiling import not_compiled
 from booster.errors import ConfigError
+from booster.plugins.hybrid_parallel.tensor_parallel.group import TensorParallelGroup
+from booster.plugins.hybrid_parallel.tensor_parallel.mappings import gather_from_tp_region, scatter_to_tp_region
 from booster.pytree import iter_tensors, map_tensors
 
 from .attention_dispatch import install_layer_context
@@ -297,6 +299,59 @@ def attach_stack(
         _LayerHooks(layer, stack, index, is_last=index == len(layers) - 1)
         install_layer_context(layer, stack)
     return stack
+
+
+def run_on_all_tokens(block: nn.Module, name: str, tp_group: TensorParallelGroup) -> None:
+    """Gather the tokens at the input of a module, and return this rank's of its output.
+
+    A sequence is sharded outside of the module. In it all ranks compute all tokens, as without a sharded sequence, so
+    that the gradient of its input is complete on each rank: it is scattered, not reduced.
+
+    Args:
+        block: Module in a layer of a stack. Its input and output are tokens, as those of a layer.
+        name: Its name.
+        tp_group: The tensor-parallel group.
+
+    Collective: no; the module's forward and backward are.
+
+    Raises:
+        ConfigError: The module draws random numbers, which differ between ranks where tokens are sharded.
+    """
+    for own_name, module in block.named_modules():
+        rate = getattr(module, "p", 0) if isinstance(module, nn.Dropout) else getattr(module, "jitter_noise", 0)
+        if rate:
+            raise ConfigError(
+                f"{f'{name}.{own_name}'.rstrip('.')} draws random numbers (at a rate of {rate}) for all tokens, which"
+                " differ between ranks in sequence parallelism on the tensor-parallel axis: set the rate to 0, or use"
+                " sequence_parallelism_mode='all_to_all', which has a separate axis"
+            )
+
+    def along_tokens(hidden: torch.Tensor, mapping: Callable[..., torch.Tensor]) -> torch.Tensor:
+        sizes = tp_group.token_sizes(is_flat=False)
+        if hidden.dim() >= 3:
+            return mapping(hidden, tp_group, sizes, 1)
+        sequences = hidden.unflatten(0, (tp_group.num_sequences, -1))  # of flattened tokens
+        return mapping(sequences, tp_group, sizes, 1).flatten(0, 1)
+
+    def gather(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        key = hidden_key(args, kwargs)
+        num_tokens, shape = tp_group.token_sizes(is_flat=False)[tp_group.rank], named[key].shape
+        if shape[:2] != (tp_group.num_sequences, num_tokens) and shape[:1] != (tp_group.num_sequences * num_tokens,):
+            raise ConfigError(
+                f"{name} got a tensor of shape {tuple(shape)}, which is not one of (batch, tokens, features), with this"
+                f" rank's {num_tokens} tokens: use sequence_parallelism_mode='all_to_all', which has a separate axis"
+            )
+        hidden = named[key]
+        full = along_tokens(hidden, gather_from_tp_region)
+        named = {key: full if one is hidden else one for key, one in named.items()}  # also as keys and values
+        return tuple(named.pop(position) for position in range(len(args))), named
+
+    def scatter(_: nn.Module, args: Any, output: Any) -> Any:
+        return map_hidden(output, lambda full: along_tokens(full, scatter_to_tp_region))
+
+    block.register_forward_pre_hook(gather, with_kwargs=True)
+    block.register_forward_hook(scatter)
 
 
 def hidden_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str:

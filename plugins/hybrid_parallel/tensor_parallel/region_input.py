@@ -8,7 +8,7 @@ reduce-scatter are chunked and overlapped with the matmuls; see Note [Collective
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from .mappings import (
     all_gather_shards,
     all_gather_uneven,
     reduce_scatter_shards,
+    shared_copy_to_tp_region,
     start_reduce_scatter_uneven,
 )
 
@@ -38,11 +39,15 @@ class GatheredRegionInput:
     Args:
         tp_group: The tensor-parallel group.
         layers: The column-parallel layers that read the region's input.
+        others: Positions and names of the region's arguments that these layers read as well: unsharded states.
     """
 
-    def __init__(self, tp_group: TensorParallelGroup, layers: Sequence[nn.Module]) -> None:
+    def __init__(
+        self, tp_group: TensorParallelGroup, layers: Sequence[nn.Module], *, others: Collection[str | int]
+    ) -> None:
         self._tp_group = tp_group
         self._layers = layers
+        self._others = others
 
     def attach(self, region: nn.Module) -> None:
         """Gather a module's first argument, or `hidden_states`. Collective: no; the module's calls are."""
@@ -52,9 +57,15 @@ class GatheredRegionInput:
     def _enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         is_traced = torch.compiler.is_compiling() and self._tp_group.is_traceable(module.training)
         gather = self._traced_gather if is_traced else self._gather
-        if args:
-            return (gather(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": gather(kwargs["hidden_states"])}
+        hidden = args[0] if args else kwargs["hidden_states"]
+        named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        full = gather(hidden)
+        for key, one in named.items():
+            if one is hidden:  # also as keys and values
+                named[key] = full
+            elif isinstance(one, torch.Tensor) and key in self._others:
+                named[key] = shared_copy_to_tp_region(one, self._tp_group)
+        return tuple(named.pop(position) for position in range(len(args))), named
 
     def _leave(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         if not (torch.compiler.is_compiling() and self._tp_group.is_traceable(module.training)):

@@ -14,6 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from booster.errors import ConfigError, first_line
+from booster.plugins.hybrid_parallel.sequence_parallel.layer_stack import map_hidden
 from booster.plugins.hybrid_parallel.tensor_parallel.linear import is_linear
 from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import Block, local_sizes, sharded_spec
 from booster.pytree import map_tensors
@@ -27,6 +28,7 @@ from .plan import (
     feature_sizes,
     split_dim,
 )
+from .sequence_regions import is_cross_attention, is_within
 
 UNSHARDED_SIZES_HINT = (
     "where its code computes sizes from the full width, such as C // self.n_head, or uses the full width in a view or"
@@ -340,15 +342,22 @@ def run(
 def record_calls(
     module: nn.Module, names: Iterable[str], inputs: torch.Tensor, arguments: Mapping[str, object]
 ) -> tuple[list[torch.Tensor], dict[str, list[tuple[tuple[Any, ...], Any]]]]:
-    """Run a module; return its output, and copies of the arguments and output of each call of modules inside of it."""
+    """Run a module; return its output, and copies of the arguments and output of each call of modules inside of it.
+
+    The arguments are the positional ones; without any, `hidden_states`.
+    """
     calls: dict[str, list[tuple[tuple[Any, ...], Any]]] = {}
     with contextlib.ExitStack() as hooks:
         for name in names:
 
-            def record(_: nn.Module, given: tuple[Any, ...], output: Any, name: str = name) -> None:
+            def record(
+                _: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any, name: str = name
+            ) -> None:
+                if not given and "hidden_states" in named:
+                    given = (named["hidden_states"],)
                 calls.setdefault(name, []).append((map_tensors(torch.clone, given), map_tensors(torch.clone, output)))
 
-            hooks.callback(module.get_submodule(name).register_forward_hook(record).remove)
+            hooks.callback(module.get_submodule(name).register_forward_hook(record, with_kwargs=True).remove)
         return run(module, inputs, arguments), calls
 
 
@@ -407,7 +416,8 @@ def check_token_wise(plan: TensorParallelPlan, model: nn.Module) -> None:
         if kind in known:
             continue
         known.add(kind)
-        reason = _find_violation(layer, name, entries)
+        blocks = {block.removeprefix(f"{name}.") for block in plan.all_token_blocks if block.startswith(f"{name}.")}
+        reason = _find_violation(layer, name, entries, blocks)
         if reason:
             raise ConfigError(
                 f"the layer {name!r} could not be verified to compute tokens independently outside of its sharded"
@@ -416,16 +426,17 @@ def check_token_wise(plan: TensorParallelPlan, model: nn.Module) -> None:
             )
 
 
-def _find_violation(layer: nn.Module, name: str, entries: Iterable[PlannedEntry]) -> str:
+def _find_violation(layer: nn.Module, name: str, entries: Iterable[PlannedEntry], blocks: set[str]) -> str:
     check = run_equivalence_check(layer)
     if isinstance(check, str):
         return check
     prefix = f"{name}."
+    entries = [entry for entry in entries if not is_within(entry.name.removeprefix(prefix), blocks)]
     columns = [entry for entry in entries if entry.style in COLUMN_STYLES]
     gathering = {entry.name.removeprefix(prefix) for entry in columns if entry.region == entry.name}
     sharded = {entry.region.removeprefix(prefix) for entry in columns if entry.region not in ("", entry.name)}
     rows = {entry.name.removeprefix(prefix) for entry in entries if entry.style in ROW_STYLES}
-    sharded |= {row for row in rows if not any(row.startswith(f"{region}.") for region in sharded)}
+    sharded |= blocks | {row for row in rows if not any(row.startswith(f"{region}.") for region in sharded)}
     return _compare(check, gathering, sharded)
 
 
@@ -438,20 +449,21 @@ def _compare(check: EquivalenceCheck, gathering: set[str], sharded: set[str]) ->
         return "its input is not a tensor of (batch, length, features)"
     num_tokens = max(1, check.inputs.shape[1] // 2)
     _, calls = record_calls(copy.deepcopy(check.module), gathering | sharded, check.inputs, check.arguments)
-    recorded: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
+    recorded: dict[str, tuple[torch.Tensor, Any]] = {
         name: (given[0], output)
         for name, ((given, output), *others) in calls.items()
-        if not others and given and isinstance(given[0], torch.Tensor) and isinstance(output, torch.Tensor)
+        if not others and given and isinstance(given[0], torch.Tensor) and _hidden_of(output) is not None
     }
-    if set(recorded) != gathering | sharded:
-        return "not all of them are called once with one tensor and return one tensor"
+    uncalled = {name for name in gathering | sharded if name not in calls and is_cross_attention(name)}
+    if set(recorded) != (gathering | sharded) - uncalled:
+        return "not all of them are called once with a tensor and return one, possibly first in a tuple"
     module = copy.deepcopy(check.module)
     differing: list[str] = []
     for name, (given, output) in recorded.items():
         first_tokens = given[:, :num_tokens]
         # A row-parallel layer next to its column-parallel layers gets all tokens, as these return them.
         expected = (first_tokens, given) if gathering and name in sharded else (first_tokens,)
-        returned = output if name in gathering else output[:, :num_tokens]
+        returned = output if name in gathering else map_hidden(output, lambda full: full[:, :num_tokens])
         _replace(module.get_submodule(name), name, expected, returned, differing)
     try:
         result: list[torch.Tensor] | str = run(module, check.inputs[:, :num_tokens], check.arguments)
@@ -461,15 +473,24 @@ def _compare(check: EquivalenceCheck, gathering: set[str], sharded: set[str]) ->
         return f"the input of {differing[0]} is not (batch, length, features)"
     if isinstance(result, str):
         return result
-    same = all_close(result, [one[:, :num_tokens] for one in check.output])
+    hidden, *others = check.output  # the others are of all tokens, or of some
+    same = all_close(result[:1], [hidden[:, :num_tokens]]) and len(result) == len(check.output)
+    same = same and all(
+        all_close(one, other) or all_close(one, other[:, :num_tokens])
+        for one, other in zip(result[1:], others, strict=True)
+    )
     return "" if same else "its output for some tokens depends on others"
 
 
-def _replace(
-    module: nn.Module, name: str, expected: Iterable[torch.Tensor], output: torch.Tensor, differing: list[str]
-) -> None:
-    def forward(*arguments: object, **_: object) -> torch.Tensor:
-        first = arguments[0] if arguments else None
+def _hidden_of(output: Any) -> torch.Tensor | None:
+    """Return the tensor, or the first one of a tuple, that a module returns."""
+    first = output[0] if isinstance(output, (tuple, list)) and output else output
+    return first if isinstance(first, torch.Tensor) else None
+
+
+def _replace(module: nn.Module, name: str, expected: Iterable[torch.Tensor], output: Any, differing: list[str]) -> None:
+    def forward(*arguments: object, **named: object) -> Any:
+        first = arguments[0] if arguments else named.get("hidden_states")
         if not isinstance(first, torch.Tensor) or not any(all_close(first, one) for one in expected):
             differing.append(name)
         return output

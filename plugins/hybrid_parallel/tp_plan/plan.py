@@ -234,6 +234,8 @@ class TensorParallelPlan:
         attributes: Size attributes to change.
         arguments: Forward arguments to shard.
         stacks: Names of the layers of each stack, in execution order.
+        all_token_blocks: Modules in their layers that compute all tokens on each rank, if the sequence is sharded over
+            the tensor-parallel ranks.
         divided_stacks: Those of them that run on blocks of activations on a grid of ranks.
         handovers: Neighbors in a stack that are in two chunks of a pipeline, between which this rank's tokens travel.
         source: Description of the plan's source.
@@ -245,6 +247,7 @@ class TensorParallelPlan:
     attributes: tuple[AttributeChange, ...] = ()
     arguments: tuple[ShardedArgument, ...] = ()
     stacks: tuple[tuple[str, ...], ...] = ()
+    all_token_blocks: tuple[str, ...] = ()
     divided_stacks: tuple[tuple[str, ...], ...] = ()
     handovers: tuple[tuple[str, str], ...] = ()
     source: str = ""

@@ -1,12 +1,4 @@
-"""Choose the source of a model's plan, and resolve everything that follows from its styles.
-
-In the modes that shard the sequence over the tensor-parallel ranks, each rank holds some of the tokens between regions.
-The module that contains the column-parallel layers of one input gathers the tokens at its own input, so that its other
-computation sees all of them. If that module is a full layer of the stack, which runs on sharded tokens, the
-column-parallel layer itself gathers. Keys and values of cross-attention come from the encoder's output, which is
-unsharded. The gradients of all modules in a region must be partial: the gradient of a module that all ranks compute
-redundantly would be counted once per rank when the gradient of the region's input is reduce-scattered.
-"""
+"""Choose the source of a model's plan, and resolve everything that follows from its styles."""
 
 from __future__ import annotations
 
@@ -18,7 +10,7 @@ import torch
 from torch import nn
 
 from booster.comm import real_tensors
-from booster.core.layer_stacks import find_stacks, stack_layer_of
+from booster.core.layer_stacks import find_stacks
 from booster.errors import ConfigError
 from booster.placements import is_placement
 from booster.plugins.hybrid_parallel.tensor_parallel.linear import is_linear
@@ -45,6 +37,14 @@ from .plan import (
     read_style,
     reason_of,
     split_dim,
+)
+from .sequence_regions import (
+    all_token_blocks,
+    is_cross_attention,
+    is_within,
+    notes_of_blocks,
+    own_token_modules,
+    region_starts,
 )
 from .tables import table_plan, transformers_plan
 from .user_plan_check import verify_user_plan
@@ -123,9 +123,7 @@ def _are_sharded_alike(model: nn.Module, first: str, name: str, given: Mapping[s
     return split_dim(model.get_submodule(first), styles[0]) == split_dim(model.get_submodule(name), styles[1])
 
 
-_CROSS_ATTENTION = ("cross", "encdec", "encoder_attn", "enc_dec", "encoder_decoder")
 _LATENT = ("q_b_proj", "kv_b_proj")  # multi-head latent attention: each has its own input
-_MIXES_TOKENS = ("attention", "attn", "conv", "mamba", "mixer", "ssm", "lstm", "gru", "rnn", "batchnorm")
 
 
 def _find_siblings(
@@ -141,86 +139,10 @@ def _find_siblings(
             continue
         leaf = name.rpartition(".")[2]
         source = leaf if leaf in _LATENT else ""
-        if _is_cross_attention(name):
+        if is_cross_attention(name):
             source = "query" if role_of(name) == "query" else "memory"
         groups.setdefault((owner_of(name), source, feature_sizes(module)[0]), []).append(name)
     return found | {name: tuple(names) for names in groups.values() for name in names}
-
-
-def _region_of(name: str, style: Style, stacks: tuple[tuple[str, ...], ...]) -> str:
-    """Return the module whose input starts a module's region, or "" if the input is never sharded by tokens."""
-    layer = stack_layer_of(name, stacks)
-    if layer is None or style.name in VOCABULARY_STYLES or name == layer:
-        return ""
-    if _is_cross_attention(name) and role_of(name) != "query":
-        return ""
-    owner = owner_of(name)
-    return name if owner == layer else owner
-
-
-def _is_cross_attention(name: str) -> bool:
-    lower = name.lower()
-    return any(word in lower for word in _CROSS_ATTENTION) or lower.endswith(".q_attn")
-
-
-def _sequence_parallel_modules(
-    model: nn.Module,
-    styles: Mapping[str, Style],
-    regions: Mapping[str, str],
-    stacks: tuple[tuple[str, ...], ...],
-) -> list[str]:
-    """Return the modules whose parameters run on sharded tokens; raise if a module in a stack needs all tokens."""
-    if not stacks:
-        raise ConfigError(
-            "the model has no stack of layers (a ModuleList of modules of one class) in which the sequence could be"
-            " sharded: leave enable_sequence_parallelism off"
-        )
-    inside = {region for region in regions.values() if region}
-    found = []
-    for name, module in model.named_modules():
-        if stack_layer_of(name, stacks) is None or name in styles:
-            _check_style(name, styles)
-            continue
-        region = name  # the innermost region that contains the module, or ""
-        while region and region not in inside:
-            region = region.rpartition(".")[0]
-        has_parameters = any(True for _ in module.parameters(recurse=False))
-        if region and has_parameters:
-            raise ConfigError(
-                f"{name!r} is replicated, but computed between sharded layers of {region!r} from the full sequence, so"
-                " its gradient would be counted once per rank: use sequence_parallelism_mode='all_to_all', which has a"
-                " separate axis, or a plan that shards it"
-            )
-        if not region and _needs_all_tokens(name, module, inside):
-            raise ConfigError(
-                f"{name!r} mixes tokens, but the plan does not shard it, so it would see only its rank's tokens: use"
-                " sequence_parallelism_mode='all_to_all', which has a separate axis, or a plan that shards it"
-            )
-        if not region and has_parameters:
-            found.append(name)
-    return found
-
-
-def _check_style(name: str, styles: Mapping[str, Style]) -> None:
-    style = styles.get(name)
-    if style is not None and style.name.startswith(("moe_", "mla_", "local_params", "all_reduce")):
-        raise ConfigError(
-            f"the plan has {style.name!r} for {name!r}, which needs the full sequence and does not support sequence"
-            " parallelism on the tensor-parallel axis: use sequence_parallelism_mode='all_to_all', which has a separate"
-            " axis, or none"
-        )
-
-
-def _needs_all_tokens(name: str, module: nn.Module, regions: set[str]) -> bool:
-    kind = f"{type(module).__name__} {name.rpartition('.')[2]}".lower()
-    if "norm" in kind.partition(" ")[0] and "batchnorm" not in kind:
-        return False
-    has_region = any(region == name or region.startswith(f"{name}.") for region in regions)
-    has_parameters = any(True for _ in module.parameters())
-    return has_parameters and not has_region and not is_linear(module) and any(word in kind for word in _MIXES_TOKENS)
-
-
-_WITH_REGION = COLUMN_STYLES | {"embedding_colwise"}
 
 
 def _resolve_plan(model: nn.Module, partial: PartialPlan, *, shards_sequence: bool) -> TensorParallelPlan:
@@ -240,8 +162,13 @@ def _resolve_plan(model: nn.Module, partial: PartialPlan, *, shards_sequence: bo
         if weight is not None
     }
     siblings = _find_siblings(model, styles, partial.siblings)
-    regions = {name: _region_of(name, style, stacks) for name, style in styles.items() if style.name in _WITH_REGION}
-    regions = {name: region for name, region in regions.items() if not _is_parameter(model, name)}
+    is_parameter = {name: _is_parameter(model, name) for name in styles}
+    of_modules = {name: style for name, style in styles.items() if not is_parameter[name]}
+    regions = region_starts(of_modules, stacks)
+    blocks_of_all_tokens: dict[str, str] = {}
+    if shards_sequence:
+        blocks_of_all_tokens = all_token_blocks(model, styles, regions, stacks)
+        regions = {name: region for name, region in regions.items() if not is_within(name, blocks_of_all_tokens)}
     entries = [
         PlannedEntry(
             name=name,
@@ -250,13 +177,13 @@ def _resolve_plan(model: nn.Module, partial: PartialPlan, *, shards_sequence: bo
             dim=weights[name][1],
             region=regions.get(name, ""),
             siblings=siblings.get(name, ()),
-            is_parameter=_is_parameter(model, name),
+            is_parameter=is_parameter[name],
             reason=reasons.get(name, ""),
         )
         for name, style in styles.items()
     ]
     if shards_sequence:
-        replicated = _sequence_parallel_modules(model, styles, regions, stacks)
+        replicated = own_token_modules(model, styles, regions, stacks, blocks_of_all_tokens)
         entries.extend(
             PlannedEntry(name=name, style="sequence", reason="runs on sharded tokens") for name in replicated
         )
@@ -266,8 +193,9 @@ def _resolve_plan(model: nn.Module, partial: PartialPlan, *, shards_sequence: bo
         attributes=(*head_attributes(model, attentions, blocks), *partial.attributes),
         arguments=partial.arguments,
         stacks=stacks,
+        all_token_blocks=tuple(blocks_of_all_tokens),
         source=partial.source,
-        notes=partial.notes,
+        notes=(*partial.notes, *notes_of_blocks(blocks_of_all_tokens)),
     )
 
 
