@@ -45,7 +45,8 @@ class UnscaleFactors:
 
     def clip(self, max_norm: float, norm: torch.Tensor) -> None:
         """Set the clip coefficient for gradients of this norm and `max_norm`."""
-        coefficient = torch.clamp(max_norm / (norm.float() + _EPSILON), max=1.0)
+        norm = norm.to(torch.promote_types(norm.dtype, torch.float32))
+        coefficient = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
         self.clip_coef = coefficient if self.clip_coef is None else self.clip_coef * coefficient
 
     @torch.no_grad()

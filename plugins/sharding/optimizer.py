@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from abc import abstractmethod
@@ -43,33 +44,37 @@ from .step_in_parts import Arrival, step_as_they_arrive, wait_for_all
 
 @torch.no_grad()
 def norm_over_ranks(
-    gradients: Sequence[torch.Tensor], norm_type: float, group: dist.ProcessGroup | None
+    gradients: Sequence[torch.Tensor],
+    norm_type: float,
+    group: dist.ProcessGroup | None,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Return the norm of a gradient that is sharded over the group, as a 0-dim fp32 tensor, equal on all ranks.
+    """Return the norm of a gradient that is sharded over the group, as a 0-dim tensor, equal on all ranks.
 
     Args:
         gradients: This rank's shards.
         norm_type: Order of the norm; `float("inf")` is allowed.
         group: Ranks that hold the gradient, each element on one of them.
+        dtype: Dtype of the result; sums are in fp64.
 
     Collective over the group: one small all-reduce. The result is on the device of the group's communication.
     """
     device = collective_device(group)
     if norm_type == 2.0 and supports_sum_of_squares(gradients):
         total = torch.tensor([sum_of_squares(gradients)], dtype=torch.float64, device=device)
-        return all_reduce_sum(total, group).sqrt().reshape(()).float()
+        return all_reduce_sum(total, group).sqrt().reshape(()).to(dtype)
     norms: list[torch.Tensor] = []  # a rank may own no elements
-    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
-        of_dtype = [gradient for gradient in gradients if gradient.dtype == dtype]
-        norms += torch._foreach_norm(of_dtype, norm_type, torch.float32 if dtype in LOW_PRECISION else None)
+    for given in dict.fromkeys(gradient.dtype for gradient in gradients):
+        of_dtype = [gradient for gradient in gradients if gradient.dtype == given]
+        norms += torch._foreach_norm(of_dtype, norm_type, torch.float32 if given in LOW_PRECISION else None)
     stacked = torch.stack([torch.zeros((), dtype=torch.float64, device=device), *(norm.to(device) for norm in norms)])
     if math.isinf(norm_type):
         # A maximum may drop nan, because comparisons with it are false: a separate flag is reduced.
         extremes = torch.stack([stacked.nan_to_num(nan=0.0, posinf=math.inf).max(), stacked.isnan().any().double()])
         largest, has_nan = all_reduce_max(extremes, group)
-        return torch.where(has_nan > 0, torch.full_like(largest, math.nan), largest).float()
+        return torch.where(has_nan > 0, torch.full_like(largest, math.nan), largest).to(dtype)
     total = all_reduce_sum(stacked.pow(norm_type).sum().reshape(1), group)
-    return total.pow(1.0 / norm_type).reshape(()).float()
+    return total.pow(1.0 / norm_type).reshape(()).to(dtype)
 
 
 class ShardedOptimizer(OptimizerWrapper):
@@ -338,11 +343,17 @@ class ShardedOptimizer(OptimizerWrapper):
     def _on_gradients_changed(self) -> None:
         self._cached_norm = None
 
+    @functools.cached_property
+    def _norm_dtype(self) -> torch.dtype:
+        """fp64 if any parameter of the model is, also if it is on another rank."""
+        is_double = any(one.dtype is torch.float64 for one in self.model.logical_parameters())
+        return torch.float64 if is_double else torch.float32
+
     def _total_norm(self, norm_type: float) -> torch.Tensor:
         if norm_type == 2.0 and self._cached_norm is not None:
             norm = self._cached_norm
         else:
-            norm = norm_over_ranks(self._counted_gradients(), norm_type, self._grad_norm_group)
+            norm = norm_over_ranks(self._counted_gradients(), norm_type, self._grad_norm_group, self._norm_dtype)
         return norm if self._accumulation.factors is None else self._accumulation.factors.unscaled_norm(norm)
 
     def _any_nonfinite(self, gradients: Sequence[torch.Tensor]) -> bool:
@@ -351,7 +362,7 @@ class ShardedOptimizer(OptimizerWrapper):
         sharded = (part.parameter for part in self.shards.parts if is_sharded(part.model_param))
         non_primary = [parameter.grad for parameter in sharded if parameter.grad is not None]
         counted += nonfinite_mark(non_primary)  # reaches all ranks of the group
-        norm = self._cached_norm = norm_over_ranks(counted, 2.0, self._grad_norm_group)
+        norm = self._cached_norm = norm_over_ranks(counted, 2.0, self._grad_norm_group, self._norm_dtype)
         if group_size(self._grad_norm_group) == group_size():
             return not host_value(torch.isfinite(norm))
         # One number for all: the host waits for the device once.

@@ -36,7 +36,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "RMSprop": {"eps": 0.1, "momentum": 0.5},
     "Adagrad": {"eps": 1e-2},
 }
-TOLERANCES = {torch.float64: {"rtol": 1e-6, "atol": 1e-7}, torch.float32: {"rtol": 2e-3, "atol": 3e-4}}
+TOLERANCES = {torch.float64: {"rtol": 1e-10, "atol": 1e-12}, torch.float32: {"rtol": 2e-3, "atol": 3e-4}}
 
 
 # Blocks: modules called with activations, the number of the step, and the rank.

@@ -203,6 +203,7 @@ def expert_parameters() -> Iterator[object]:
                 yield pytest.param(case, id=str(case), marks=() if is_quick else (pytest.mark.slow,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", list(expert_parameters()))
 def test_ranks_that_share_experts_end_and_say_why(case, runner):
     assert check(case, runner), "the fault did not strike"

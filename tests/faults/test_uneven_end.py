@@ -152,6 +152,7 @@ def test_short_ranks_are_named_on_all_ranks(case, tmp_path):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", ["end", pytest.param("save", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("plugin", ["torch_ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in PLUGINS)])
 def test_joined_ranks_end_well(plugin, after, tmp_path):

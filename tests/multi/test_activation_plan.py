@@ -98,6 +98,7 @@ def test_the_plan_fits_and_recomputes_little(layout, share):
         assert ranks[0][1] == NUM_LAYERS + schedule.num_recomputations
 
 
+@pytest.mark.slow
 def test_nothing_is_recomputed_if_all_fits_and_the_least_is_returned_if_nothing_does():
     recipe = recipe_of(batch=2)
     schedule, estimate = plan_activations(recipe, None, num_ranks=1, device_memory=2**40)
@@ -161,6 +162,7 @@ def peak_of(settings):
     return allocations.peak("start 2", "backward 2") - allocations.at("start 2"), policy
 
 
+@pytest.mark.slow
 @distributed(world_size=1)
 def test_a_budget_below_the_inputs_of_all_layers():
     kept_peak, policy = peak_of({"policy": "budget", "budget_bytes": 2**40})

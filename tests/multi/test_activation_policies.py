@@ -103,6 +103,7 @@ GRID = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "policy"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in GRID)]
 )
@@ -123,6 +124,7 @@ def test_training_is_the_same(layout, policy):
             assert schedule.has_segments == (policy == "segments")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "policy"),
     [

@@ -176,6 +176,7 @@ booster.save(sys.argv[1], model, use_async=True)
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_waits_for_its_save(tmp_path):
     run = subprocess.run(
         [sys.executable, "-c", _ENDS_AT_ONCE, str(tmp_path / "c")], capture_output=True, text=True, check=False

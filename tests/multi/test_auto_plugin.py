@@ -93,6 +93,7 @@ def test_the_plan_of_each_plugin_trains_as_one_process(name, tmp_path):
     assert again.plan == booster.plan
 
 
+@pytest.mark.slow
 @distributed(world_size=2)
 def test_stages_are_chosen_for_loops_that_execute_them():
     stages = [("hybrid_parallel", {"tp_size": 1, "pp_size": 2, "num_microbatches": 2, "precision": "fp32"})]
@@ -127,6 +128,7 @@ def test_placements_are_solved_as_part_of_the_search(tmp_path):
         )
 
 
+@pytest.mark.slow
 @distributed(world_size=2)
 def test_what_does_not_fit_recomputes(tmp_path):
     def boosted(budget=None):
@@ -187,6 +189,7 @@ def test_a_precision_is_kept(tmp_path):
     assert "bf16" in (booster.plan.mixed_precision, booster.plan.settings.get("precision"))
 
 
+@pytest.mark.slow
 @distributed(world_size=2)
 def test_the_machine_is_measured_once_and_its_profile_is_rank_0s(tmp_path, monkeypatch):
     monkeypatch.setenv("BOOSTER_PROFILE_CACHE", str(tmp_path / "machines"))

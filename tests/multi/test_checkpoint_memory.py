@@ -226,6 +226,7 @@ def _assert_bounded(figures):
         assert loading <= BOUND_BYTES, f"rank {rank} took {loading / MIB:.1f} MiB to load"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["replicated", "transposed"])
 def test_whole_tensors_take_little_memory(folder, layout):
     _assert_bounded(run_ranks(_save_and_load, 2, folder, SMALL, layout, fresh=True))
@@ -247,6 +248,7 @@ def test_a_training_state_takes_little_memory(folder):
     _assert_bounded(run_ranks(_save_and_load_training, 2, folder, 1900, fresh=True))
 
 
+@pytest.mark.slow
 def test_saves_in_the_background_keep_one_copy_and_no_more(folder):
     for num_bytes, (first, *later) in run_ranks(_save_in_background, 2, folder, fresh=True):
         assert first <= num_bytes + BOUND_BYTES

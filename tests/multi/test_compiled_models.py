@@ -154,6 +154,7 @@ HEADS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_own_criterion", [False, True])
 @pytest.mark.parametrize("way", ["before", "after", "boosted in place"])
 @pytest.mark.parametrize("layout", HEADS)
@@ -301,6 +302,7 @@ def train_with_dropout(layout, length, is_compiled, backend="aot_eager", dropout
 SHARDED = [layout for layout, (*_, arguments) in LAYOUTS.items() if {"tp_size", "sp_size"} & set(arguments)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [LENGTH, LENGTH - 1])
 @pytest.mark.parametrize(
     "layout", ["tp", "ring", "all_to_all", *(pytest.param(one, marks=pytest.mark.slow) for one in SHARDED)]
@@ -384,6 +386,7 @@ def draw_in_region(name, is_compiled, is_user):
     return losses, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dropout", *(pytest.param(one, marks=pytest.mark.slow) for one in FUNCTIONS)])
 @pytest.mark.parametrize("is_user", [False, True])
 def test_random_numbers_of_regions(name, is_user):
@@ -415,6 +418,7 @@ def train_encoder(is_compiled):
     return losses, sum(counters["graph_break"].values())
 
 
+@pytest.mark.slow
 def test_multi_head_attention_of_torch():
     expected, found = (run_ranks(train_encoder, 2, is_compiled) for is_compiled in (False, True))
     for (losses, _), (other, num_breaks) in zip(expected, found, strict=True):
@@ -465,6 +469,7 @@ def train_recomputed(compiled, plugin, arguments):
     return losses
 
 
+@pytest.mark.slow
 def test_compiled_layers_are_recomputed_with_weights_that_were_kept_or_evicted():
     num_weights = 2 * 64 * 65
     own_and_four_chunks = 4 * 4 * 6 * num_weights // 2 + 4 * 4 * num_weights

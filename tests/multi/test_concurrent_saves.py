@@ -166,6 +166,7 @@ def check_loads(tmp_path, num_saves, is_rotating):
     assert versions[-1] == 11 + num_saves
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_rotating", [False, True])
 def test_loads_beside_saves(tmp_path, is_rotating):
     check_loads(tmp_path, 20, is_rotating)

@@ -118,6 +118,7 @@ def check_faults(tmp_path, case, use_async, num_faults, seed):
     assert not wrong, f"{len(wrong)} in {num_faults} faults, seed {seed}:\n" + "\n".join(wrong[:20])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "use_async"), [("directory", False), ("file", True)])
 def test_random_faults_of_disks_under_four_ranks(tmp_path, case, use_async):
     check_faults(tmp_path, case, use_async, 25, 0)

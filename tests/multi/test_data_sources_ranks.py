@@ -203,6 +203,7 @@ def test_no_source_is_left_out():
 CASES = [(layout, size) for layout, (*_, sizes) in LAYOUTS.items() for size in sizes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "world_size"), CASES, ids=str)
 def test_an_epoch_is_read_once_and_resumed(tmp_path, layout, world_size):
     assert_resumed(layout, world_size, NAMES, "no workers", str(tmp_path))
@@ -226,6 +227,7 @@ def test_workers_read_each_sample_once(tmp_path, name):
     assert_resumed("zero 1", 2, [name], "kept workers", str(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "world_size"), [("ddp", 2), ("fsdp", 4), ("tp", 4), ("pp", 4)], ids=str)
 def test_streams_that_divide_themselves_resume_on_their_rank(tmp_path, layout, world_size):
     names = [name for name in OF_RANKS if is_installed(name)]

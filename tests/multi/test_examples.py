@@ -112,6 +112,7 @@ def sample_finetuned(output, plugin):
     return before, module.sample(merged)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # called by peft
 @pytest.mark.parametrize(
     "plugin",
@@ -147,6 +148,7 @@ def run_moe(output, *more):
     return module.train(module.make_booster(arguments), arguments)
 
 
+@pytest.mark.slow
 def test_moe(tmp_path):
     """Experts on one rank, replicated on two, shared by two: the same losses, and a picture."""
     expected = run_ranks(run_moe, 1, tmp_path / "1", "--ep", "1", "--width", "32")[0]
@@ -206,6 +208,7 @@ def test_slurm_continues_from_its_last_step(tmp_path, plugin):
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000004", "step-00000006"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plugin",
     [

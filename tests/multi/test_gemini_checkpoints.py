@@ -234,6 +234,7 @@ def limited(action, num_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, limits)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is the Linux kernel's")
 @distributed(world_size=2, fresh=True, timeout=120)
 def test_what_is_on_disk_is_not_brought_to_memory_by_a_save_or_a_load(tmp_path):

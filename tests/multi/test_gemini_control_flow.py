@@ -496,6 +496,7 @@ def _impatient(twins):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_steps", [1, pytest.param(6, marks=pytest.mark.slow)])  # the seventh is a replay
 @pytest.mark.parametrize("what", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
 @distributed(world_size=3, fresh=True)

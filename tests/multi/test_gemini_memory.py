@@ -143,6 +143,7 @@ POLICIES = ["static", "cpu", "const", "auto"]
 
 
 # By default what a policy is the hardest for: two ranks and a chunk ahead; the rest with one of them.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "policy", "max_prefetch"),
     [

@@ -221,6 +221,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [pytest.param("static", marks=pytest.mark.slow), "prefetch"])
 @pytest.mark.parametrize("what", COMPILED)
 @distributed(world_size=2, timeout=120, device="cpu")  # what is compiled does not run on the simulated device

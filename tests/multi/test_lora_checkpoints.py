@@ -122,6 +122,7 @@ PAIRS = [(one, IN_FP32[(index + 3) % len(IN_FP32)]) for index, one in enumerate(
 PAIRS += [(one, IN_FP32[(index + 5) % len(IN_FP32)]) for index, one in enumerate(IN_FP32)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_another_plugin_continues_without_the_base(tmp_path, source, target):
     weights, states, *_ = run_ranks(save, num_ranks_of(source), source, tmp_path / "c")[0]

@@ -49,6 +49,7 @@ def test_the_command_writes_a_profile(tmp_path, capsys, monkeypatch):
     assert "GFLOP/s in float32" in text
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_is_reported(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("BOOSTER_SHARED_MEMORY", "sometimes")  # a rank refuses it
     assert main(["profile-mesh", "--nproc", "2", "--output", str(tmp_path / "profile.json")]) == 1

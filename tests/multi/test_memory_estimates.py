@@ -29,6 +29,7 @@ def test_one_device(precision):
     check(*trained(None, precision=of_name(precision)))
 
 
+@pytest.mark.slow
 @distributed(world_size=2)
 @pytest.mark.parametrize("precision", [None, "bf16", "fp16_naive"])
 @pytest.mark.parametrize("views", [False, True])
@@ -61,6 +62,7 @@ def test_tensor_grids(settings):
     check(*trained(lambda: HybridParallelPlugin(**settings), optimizer=HybridAdam))
 
 
+@pytest.mark.slow
 @distributed(world_size=2)
 @pytest.mark.parametrize("policy", [{}, {"policy": "selective"}, {"policy": "budget", "budget_bytes": 24 * 2**20}])
 @pytest.mark.parametrize(
@@ -82,6 +84,7 @@ def test_activation_policies(make_plugin, policy):
     check(*trained(make_plugin, make_model=lambda: checkpoint_activations(LanguageModel(), **policy)))
 
 
+@pytest.mark.slow
 @distributed(world_size=1)
 def test_offloaded_inputs_are_not_on_the_device():
     kept = estimated(None, make_model=lambda: checkpoint_activations(LanguageModel()), batch=32)
@@ -92,6 +95,7 @@ def test_offloaded_inputs_are_not_on_the_device():
     assert 0.95 * num_offloaded * num_bytes < saved < 1.1 * 4 * num_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "style", ["1f1b", "zbv", *(pytest.param(one, marks=pytest.mark.slow) for one in ("gpipe", "interleaved"))]
 )

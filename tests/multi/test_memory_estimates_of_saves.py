@@ -85,6 +85,7 @@ def both_ways(plugin, settings, directory):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(("plugin", "settings"), CASES)
 def test_what_saves_take(plugin, settings, world_size, tmp_path, monkeypatch):

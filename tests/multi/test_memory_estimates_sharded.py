@@ -146,6 +146,7 @@ MORE_OF_GEMINI = [
 ]
 
 
+@pytest.mark.slow
 @distributed(world_size=2)
 @pytest.mark.parametrize(("settings", "optimizer"), GEMINI)
 def test_gemini(settings, optimizer):
@@ -199,6 +200,7 @@ MORE_OF_FSDP = [
 ]
 
 
+@pytest.mark.slow
 @distributed(world_size=2)
 @pytest.mark.parametrize(("settings", "precision", "optimizer"), FSDP)
 def test_fsdp(settings, precision, optimizer):

@@ -86,6 +86,10 @@ def test_one_plugin_after_another_holds_no_more_than_one(rounds):
     assert_no_more_than_one_is_held(rounds, closes=True)
 
 
+@pytest.mark.skipif(
+    not hasattr(dist, "all_gather_single"),
+    reason="before 2.13 torch never frees a mesh that a parameter was divided by",
+)
 @ROUNDS
 @distributed(WORLDS, timeout=600, device="cpu")  # NCCL's groups are destroyed by close() alone
 def test_plugins_that_are_forgotten_hold_no_more_than_one(rounds):

@@ -87,6 +87,7 @@ def train(name, tp_size, plan, arguments):
     return losses, dict(plan or {})
 
 
+@pytest.mark.slow
 @pytest.mark.on_device
 @pytest.mark.parametrize("name", MODELS)
 def test_training_under_a_solved_plan_is_that_of_one_process(name):

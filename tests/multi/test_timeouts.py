@@ -105,6 +105,7 @@ def wait_long_in_training(kind, way):
     return _end(seconds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", [wait_long_in_a_timeout_scope, wait_long_in_training])
 @pytest.mark.parametrize(("kind", "way"), CASES)
 def test_each_kind_of_wait_has_its_own_limit(job, kind, way):
@@ -154,6 +155,7 @@ def decide_in_a_timeout_scope():
     return _end(seconds)
 
 
+@pytest.mark.slow
 def test_shared_memory_that_was_made_in_a_timeout_scope_waits_no_longer_afterwards():
     assert run_ranks(decide_in_a_timeout_scope, 2)[0] >= SHORT_SECONDS
 

@@ -190,6 +190,7 @@ def test_one_rank_generates_with_gathered_weights():
             assert found.shape == (1, 7)
 
 
+@pytest.mark.slow
 @distributed(world_size=2)
 def test_a_compiled_model_trains():
     booster, model, optimizer = boosted()

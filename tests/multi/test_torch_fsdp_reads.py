@@ -172,6 +172,7 @@ def test_writes_to_weights_in_graphs_are_errors():
     assert isinstance(weight, ShardedWeight)
     with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
         weight.mul_(2)
-    with torch.no_grad(), pytest.raises((ConfigError, RuntimeError), match="gathered"):
+    is_called = isinstance(weight.detach(), ShardedWeight)  # before 2.13 torch does not call subclasses of DTensor
+    with torch.no_grad(), pytest.raises((ConfigError, RuntimeError), match="gathered" if is_called else "DTensor"):
         weight.copy_(torch.zeros(WIDTH, WIDTH, device=twins.booster.device))
     twins.train().assert_equal()

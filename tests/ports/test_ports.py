@@ -90,6 +90,7 @@ def test_bert(tmp_path, arguments):
     check("bert.py", 2, tmp_path, BERT, ("-p", *arguments, *FP32))
 
 
+@pytest.mark.slow
 def test_vit(tmp_path):
     check("vit.py", 2, tmp_path, VIT, FP32)
 
@@ -100,6 +101,7 @@ def test_vit_otherwise(tmp_path, arguments):
     check("vit.py", 2, tmp_path, VIT, (*arguments, *FP32))
 
 
+@pytest.mark.slow
 def test_opt(tmp_path):
     check("opt.py", 4, tmp_path, OPT, FP32)
 

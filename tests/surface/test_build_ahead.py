@@ -78,6 +78,7 @@ def test_setup_reads_the_kernels_without_torch():
     assert done.stdout.split() == list(KERNELS), done.stderr
 
 
+@pytest.mark.slow
 def test_a_wheel_without_is_for_every_platform(checkout):
     wheel = wheel_of(checkout, BOOSTER_BUILD_KERNELS="0")
     assert wheel.name.endswith("-py3-none-any.whl")

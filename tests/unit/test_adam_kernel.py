@@ -80,6 +80,7 @@ def _hundred_steps(seed=0):
     return initial, [torch.randn(20_011, generator=random) * scale for _ in range(100)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "Adam"])
 def test_a_hundred_steps_are_those_of_torch(native, decoupled):
     initial, grads = _hundred_steps()

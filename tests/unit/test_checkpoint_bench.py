@@ -187,6 +187,7 @@ def test_ours_saves_and_loads(bench, disk):
     assert not os.listdir(disk)
 
 
+@pytest.mark.slow
 def test_a_load_that_brings_back_less_fails_the_run(tmp_path):
     with pytest.raises(RanksFailed, match="'forgetful' failed: the load did not bring back what was saved"):
         run_ranks(benchmark_ranks.measure_forgetful, 2, str(tmp_path), MIB, fresh=True)

@@ -237,6 +237,7 @@ def many_tensors():
 MANY_HOSTS = [rank // 8 for rank in range(NUM_RANKS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hosts", "layout"),
     [

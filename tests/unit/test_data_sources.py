@@ -393,6 +393,7 @@ def test_an_error_of_a_stream_comes_through_and_is_not_counted():
         assert one.state_dict()["samples_consumed"] in (2, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", [None, "spawn"])
 def test_workers_set_an_epoch_that_they_share(context):
     options = {} if context is None else {"multiprocessing_context": context}

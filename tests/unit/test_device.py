@@ -84,6 +84,7 @@ print((held - memory_allocated()) // 2**20)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(device._GLIBC, "mallopt"), reason="of glibc's allocator")
 @pytest.mark.parametrize("variable", [None, "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"])
 def test_freed_memory_waits_for_the_next_step(variable):

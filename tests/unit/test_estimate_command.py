@@ -91,6 +91,7 @@ def test_the_table_has_a_row_for_each_setting(script, capsys):
     assert lines[-1].startswith("cheapest that fits, by bytes sent: torch_ddp")
 
 
+@pytest.mark.slow
 def test_layers_are_recomputed_as_far_as_it_takes_to_fit(script, capsys):
     arguments = ["--nproc", "1", "--plugin", "none", "--mixed-precision", "fp32"]
     totals = {}
@@ -230,6 +231,7 @@ def test_a_fault_of_one_plugin_does_not_hide_the_others(script, capsys, monkeypa
     assert "least memory: low_level_zero" in text
 
 
+@pytest.mark.slow
 def test_nothing_large_is_allocated(script, capsys):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     found(script, capsys, "--plugin", "torch_ddp,low_level_zero", "--nproc", "2", function="too_large")  # 37 GiB

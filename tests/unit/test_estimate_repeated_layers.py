@@ -112,6 +112,7 @@ def both_ways(model, monkeypatch, plugin="torch_ddp", **settings):
     return found, estimate_memory(model, plugin, **given).memory, found_depths
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [Stack, Checkpointed, Remembers, LongSkips, Joins])
 @pytest.mark.parametrize(
     ("plugin", "settings"),

@@ -17,6 +17,7 @@ def bench():
     return SimpleNamespace(**benchmark_ranks.import_benchmark("finetune"))
 
 
+@pytest.mark.slow
 def test_all_engines_train_alike(bench):
     """Tensor parallelism changes the order of sums, the others nothing."""
     engines = bench.engines

@@ -39,6 +39,7 @@ SLOW += [("bin file", True, ALL)]
 CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "use_async", "errors"), CASES)
 def test_an_error_at_every_operation(tmp_path, case, use_async, errors):
     operations = run_ranks(operations_of, 2, tmp_path, case, use_async)

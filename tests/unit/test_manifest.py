@@ -429,6 +429,7 @@ def test_contains():
 NUM_TENSORS = 100_000
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_tensors():
     specs = {
         f"layers.{number}.w": TensorSpec(shape=(number % 7 + 1, 8), dtype=torch.float32)

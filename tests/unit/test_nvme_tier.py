@@ -416,6 +416,7 @@ def ended(tmp_path_factory):
     return root, {end: (int(said["code", end]), Path(said["path", end])) for end in CODES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("end", "code"), CODES.items())
 def test_the_file_goes_with_the_process_or_the_next_one(ended, end, code):
     root, found = ended

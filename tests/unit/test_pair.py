@@ -123,6 +123,7 @@ def test_a_rank_that_dies_is_named(tool):
         tool.ranks.on_ranks(leave_early, tool.ranks.World(timeout_seconds=60))
 
 
+@pytest.mark.slow
 def test_two_ranks_compare_engines(tool):
     engine = tool.pair.Engine
     engines = [
@@ -183,6 +184,7 @@ def test_a_time_limit_keeps_three_steps(tool):
     assert len(samples.losses) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
 def test_memory_is_what_the_engine_added(tool):
     hoarder = tool.pair.Engine(name="hoarder", build=partial(build_hoarder, 8))

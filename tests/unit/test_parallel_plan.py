@@ -193,6 +193,7 @@ def test_an_asked_precision_replaces_fsdps_own_policy():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_once", [False, True], ids=["alone", "shared"])
 def test_processes_share_the_work_in_order(at_once):
     seen = []

@@ -405,6 +405,7 @@ def test_the_time_of_a_pair_by_hand(latency):
     assert one.seconds["replicated"] == pytest.approx(0.7 * seconds if latency == 0 else seconds, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [make_gpt2, make_llama])
 def test_times_and_memory_are_those_of_the_simulated_plugin(make):
     # Slow enough that communication counts.

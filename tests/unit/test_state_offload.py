@@ -313,6 +313,7 @@ def test_the_directory_goes_with_the_process(tmp_path, monkeypatch, end, where):
     assert not path.exists()
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_left_is_removed(tmp_path):
     left = offloading_process(tmp_path, "kill")
     assert left.is_dir()
