@@ -204,12 +204,8 @@ REFUSALS: tuple[Refusal, ...] = (
         reason="a layer can't be tried out on tokens alone, so that it is not known which of its modules mix them",
         message="could not be verified to compute tokens independently",
         names="""
-            CodeGenForCausalLM FuyuForCausalLM GPTJForCausalLM GPTNeoXJapaneseForCausalLM
-            MllamaForCausalLM ModernBertDecoderForCausalLM MoshiForCausalLM PersimmonForCausalLM
-            ProphetNetForCausalLM RecurrentGemmaForCausalLM StableLmForCausalLM XLMWithLMHeadModel
-            XLNetLMHeadModel XmodForCausalLM ZayaForCausalLM xLSTMForCausalLM FlaubertWithLMHeadModel
-            FunnelForMaskedLM GteForMaskedLM JinaEmbeddingsV3ForMaskedLM ModernBertForMaskedLM
-            ModernVBertForMaskedLM NomicBertForMaskedLM XmodForMaskedLM
+            ProphetNetForCausalLM XLMWithLMHeadModel XLNetLMHeadModel XmodForCausalLM ZayaForCausalLM
+            xLSTMForCausalLM FlaubertWithLMHeadModel FunnelForMaskedLM XmodForMaskedLM
             BigBirdPegasusForConditionalGeneration FSMTForConditionalGeneration
             LEDForConditionalGeneration LongT5ForConditionalGeneration MT5ForConditionalGeneration
             MvpForConditionalGeneration PegasusXForConditionalGeneration
@@ -217,10 +213,9 @@ REFUSALS: tuple[Refusal, ...] = (
             FocalNetForImageClassification HieraForImageClassification PvtForImageClassification
             SwinForImageClassification Swinv2ForImageClassification Data2VecAudioForSequenceClassification
             Wav2Vec2ConformerForSequenceClassification WavLMForSequenceClassification Data2VecAudioForCTC
-            LasrForCTC ParakeetForCTC Wav2Vec2ConformerForCTC WavLMForCTC CanaryForConditionalGeneration
+            ParakeetForCTC Wav2Vec2ConformerForCTC WavLMForCTC CanaryForConditionalGeneration
             CohereAsrForConditionalGeneration DiaForConditionalGeneration
-            MoonshineForConditionalGeneration Pop2PianoForConditionalGeneration SeamlessM4TForSpeechToText
-            SeamlessM4Tv2ForSpeechToText
+            Pop2PianoForConditionalGeneration SeamlessM4TForSpeechToText SeamlessM4Tv2ForSpeechToText
         """,
     ),
     Refusal(

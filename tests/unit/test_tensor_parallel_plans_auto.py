@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from hybrid_cases import entry_of
 from torch import nn
-from zoo import get_model
+from zoo import get_model, needs_transformers
 
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import Block
@@ -160,6 +160,33 @@ def test_grouped_queries_share_their_keys() -> None:
     key_value = Block(num_units=2, unit_size=8, num_query_units=4, num_groups=2)
     assert found["ask"] == ("colwise", (Block(num_units=4, unit_size=8, num_groups=2),))
     assert found["find"] == found["give"] == ("colwise", (key_value,))
+
+
+class Turned(Grouped):
+    """The same, of which queries are turned by the places of their tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_dim = 8
+
+    def forward(self, x: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        cos, sin = position_embeddings
+        first = x[..., : self.head_dim] * cos + x[..., : self.head_dim].flip(-1) * sin
+        return super().forward(torch.cat([first, x[..., self.head_dim :]], dim=-1))
+
+
+def test_places_of_tokens_are_given() -> None:
+    assert blocks(choose_plan(nn.Sequential(Turned()), tp_size=2)) == blocks(
+        choose_plan(nn.Sequential(Grouped()), tp_size=2)
+    )
+
+
+@needs_transformers
+def test_attention_of_transformers_that_is_given_places() -> None:
+    for split in (False, True):
+        plan = blocks(choose_plan(get_model("StableLmForCausalLM").build(), tp_size=2, shards_sequence=split))
+        assert plan["model.layers.1.self_attn.q_proj"][0] == "colwise"
+        assert plan["model.layers.1.self_attn.o_proj"][0] == "rowwise"
 
 
 def test_more_ranks_than_heads() -> None:

@@ -18,7 +18,11 @@ from torch.nn.modules.conv import _ConvNd
 from booster.core.compiling import not_compiled
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.tensor_parallel.group import TensorParallelGroup
-from booster.plugins.hybrid_parallel.tensor_parallel.mappings import gather_from_tp_region, scatter_to_tp_region
+from booster.plugins.hybrid_parallel.tensor_parallel.mappings import (
+    copy_to_tp_region,
+    gather_from_tp_region,
+    scatter_to_tp_region,
+)
 from booster.pytree import iter_tensors, map_tensors
 
 from .attention_dispatch import install_layer_context
@@ -348,7 +352,11 @@ def run_on_all_tokens(block: nn.Module, name: str, tp_group: TensorParallelGroup
         return tuple(named.pop(position) for position in range(len(args))), named
 
     def scatter(_: nn.Module, args: Any, output: Any) -> Any:
-        return map_hidden(output, lambda full: along_tokens(full, scatter_to_tp_region))
+        output = map_hidden(output, lambda full: along_tokens(full, scatter_to_tp_region))
+        if type(output) in (tuple, list):  # a weight that the layer uses for its tokens gets partial gradients there
+            copied = [copy_to_tp_region(one, tp_group) if isinstance(one, nn.Parameter) else one for one in output]
+            return type(output)(copied)
+        return output
 
     block.register_forward_pre_hook(gather, with_kwargs=True)
     block.register_forward_hook(scatter)

@@ -39,11 +39,11 @@ class GatheredRegionInput:
     Args:
         tp_group: The tensor-parallel group.
         layers: The column-parallel layers that read the region's input.
-        others: Positions and names of the region's arguments that these layers read as well: unsharded states.
+        others: Positions and names of the region's arguments that these layers read: unsharded states; optional.
     """
 
     def __init__(
-        self, tp_group: TensorParallelGroup, layers: Sequence[nn.Module], *, others: Collection[str | int]
+        self, tp_group: TensorParallelGroup, layers: Sequence[nn.Module], *, others: Collection[str | int] = ()
     ) -> None:
         self._tp_group = tp_group
         self._layers = layers

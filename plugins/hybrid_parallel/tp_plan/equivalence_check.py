@@ -253,10 +253,11 @@ def try_inputs(
         return f"it cannot be copied ({first_line(error)})"
     reason = ""
     for inputs in tried:
-        try:
-            return function(copied, inputs, arguments)
-        except Exception as error:  # a user's forward may raise anything
-            reason = reason or f"{type(error).__name__}: {first_line(error)}"
+        for positions in _positions(module, inputs):
+            try:
+                return function(copied, inputs, {**arguments, **positions})
+            except Exception as error:  # a user's forward may raise anything
+                reason = reason or f"{type(error).__name__}: {first_line(error)}"
     return f"it cannot be run alone on a tensor of (batch, length, features) ({reason})"
 
 
@@ -272,7 +273,7 @@ def _sample_inputs(module: nn.Module) -> tuple[dict[str, object], Iterator[torch
     for parameter in parameters[1:]:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or parameter.default != parameter.empty:
             continue
-        if "mask" not in parameter.name:
+        if "mask" not in parameter.name and parameter.name not in _POSITIONS:
             return f"its forward has the further argument {parameter.name!r}, whose value is unknown"
         arguments[parameter.name] = None
     return arguments, _inputs(module)
@@ -285,6 +286,29 @@ def _inputs(module: nn.Module) -> Iterator[torch.Tensor]:
         lengths = dict.fromkeys((_LENGTH, *sizes))  # layers that mix tokens require a fixed number of them
         for shape in (*((_BATCH, length, size) for length in lengths), (_BATCH, size)):
             yield torch.randn(shape, dtype=torch.float64, device="cpu", generator=generator)
+
+
+_POSITIONS = ("position_ids", "cache_position", "position_embeddings")
+_ROTARY_SIZES = ("head_dim", "head_size", "attention_head_size", "rotary_ndims", "rotary_dim", "qk_rope_head_dim")
+
+
+def _positions(module: nn.Module, inputs: torch.Tensor) -> Iterator[dict[str, object]]:
+    """Yield values of the arguments of a module that are places of tokens: none, then those of transformers' layers."""
+    yield {}
+    if inputs.ndim < 3:
+        return
+    names = inspect.signature(module.forward).parameters
+    numbers = torch.arange(inputs.shape[1])
+    given = {"position_ids": numbers[None], "cache_position": numbers}
+    found: dict[str, object] = {name: value for name, value in given.items() if name in names}
+    if "position_embeddings" not in names:
+        if found:
+            yield found
+        return
+    sizes = (vars(one).get(name) for one in module.modules() for name in _ROTARY_SIZES)
+    for size in dict.fromkeys(size for size in sizes if type(size) is int):
+        angles = numbers[None, :, None] * torch.linspace(1, 0.1, size // 2, dtype=inputs.dtype).repeat(2)
+        yield {**found, "position_embeddings": (angles.cos(), angles.sin())}
 
 
 class _AttentionSizes(torch.overrides.TorchFunctionMode):
