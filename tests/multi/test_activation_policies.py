@@ -170,6 +170,7 @@ def train_model(name, arguments, settings):
 PIPELINE = {"pp_size": 2, "num_microbatches": 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "arguments", "num_ranks"),
     [

@@ -209,6 +209,7 @@ EXPERT_CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout"),
     [("Qwen2MoeForCausalLM", "ep"), *(pytest.param(*one, marks=pytest.mark.slow) for one in EXPERT_CASES)],

@@ -14,8 +14,8 @@ LOOPS = {
     "blocks": (random_loops.draw_case, random_loops.RandomLoop),
     "hybrid": (random_hybrid_loops.draw_case, random_hybrid_loops.RandomHybridLoop),
 }
-NUM_SEEDS = {"blocks": 20, "hybrid": 8}  # of a test
-PARTS = [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 10))]
+NUM_SEEDS = {"blocks": 12, "hybrid": 8}  # of a test
+PARTS = [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 16))]
 
 
 def run_seeds(loops: str, seeds: list[int], num_ranks: int, folder: Path) -> list[str]:

@@ -80,6 +80,26 @@ def all_token_blocks(
             "the model has no stack of layers (a ModuleList of modules of one class) in which the sequence could be"
             " sharded: leave enable_sequence_parallelism off"
         )
+    blocks = _blocks_of_styles(styles, stacks)
+    inside = {region for region in regions.values() if region}
+    for name, module in model.named_modules():
+        if stack_layer_of(name, stacks) in (None, name) or name in styles or is_within(name, blocks):
+            continue
+        region = _innermost(name, inside)
+        if region and _has_parameters(module):
+            if _leaves_open(region, styles, regions):
+                raise ConfigError(
+                    f"{name!r} is replicated, but computed from the full sequence before sharded layers of {region!r},"
+                    " so its gradient would be counted once per rank: use sequence_parallelism_mode='all_to_all', which"
+                    " has a separate axis, or a plan that shards it"
+                )
+            blocks[region] = f"{name.removeprefix(region)[1:] or 'a weight'} is replicated between its sharded layers"
+        elif not region and _may_mix_tokens(module, f"{name}.", styles):
+            blocks[name] = "it is not sharded, and may mix tokens"
+    return {name: reason for name, reason in blocks.items() if not is_within(name.rpartition(".")[0], blocks)}
+
+
+def _blocks_of_styles(styles: Mapping[str, Style], stacks: Stacks) -> dict[str, str]:
     blocks: dict[str, str] = {}
     for name, style in styles.items():
         layer = stack_layer_of(name, stacks)
@@ -94,22 +114,7 @@ def all_token_blocks(
                 " separate axis"
             )
         blocks.setdefault(name if owner == layer else owner, f"it has {style.name!r}")
-    inside = {region for region in regions.values() if region}
-    for name, module in model.named_modules():
-        if stack_layer_of(name, stacks) in (None, name) or name in styles or is_within(name, blocks):
-            continue
-        region = _region_around(name, inside)
-        if region and _has_parameters(module):
-            if _leaves_open(region, styles, regions):
-                raise ConfigError(
-                    f"{name!r} is replicated, but computed from the full sequence before sharded layers of {region!r},"
-                    " so its gradient would be counted once per rank: use sequence_parallelism_mode='all_to_all', which"
-                    " has a separate axis, or a plan that shards it"
-                )
-            blocks[region] = f"{name.removeprefix(region)[1:]} is replicated between its sharded layers"
-        elif not region and not is_within(name, {*inside}) and _may_mix_tokens(module, f"{name}.", styles):
-            blocks[name] = "it is not sharded, and may mix tokens"
-    return {name: reason for name, reason in blocks.items() if not is_within(name.rpartition(".")[0], blocks)}
+    return blocks
 
 
 def own_token_modules(
@@ -136,7 +141,7 @@ def own_token_modules(
         and name not in styles
         and _has_parameters(module)
         and not is_within(name, blocks)
-        and not _region_around(name, inside)
+        and not _innermost(name, inside)
     ]
 
 
@@ -154,14 +159,12 @@ def _leaves_open(region: str, styles: Mapping[str, Style], regions: Mapping[str,
 
 def is_within(name: str, blocks: Collection[str]) -> bool:
     """Return whether a module is one of the blocks, or in one."""
+    return _innermost(name, blocks) != ""
+
+
+def _innermost(name: str, blocks: Collection[str]) -> str:
+    """Return the innermost of the blocks that a module is or is in, or ""."""
     while name and name not in blocks:
-        name = name.rpartition(".")[0]
-    return name != ""
-
-
-def _region_around(name: str, regions: Collection[str]) -> str:
-    """Return the innermost region that contains a module, or ""."""
-    while name and name not in regions:
         name = name.rpartition(".")[0]
     return name
 
