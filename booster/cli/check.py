@@ -316,7 +316,7 @@ EXTRAS: dict[str, dict[str, _MinVersion]] = {
     "ray": {"ray": (2, 40)},
     "auto": {"scipy": (1, 9)},
 }
-NEWEST_TESTED_TORCH = (2, 13)
+NEWEST_TESTED_TORCH = (2, 14)
 
 
 def versions() -> Section:

@@ -188,7 +188,7 @@ def _mesh_without_groups(num_ranks: int) -> DeviceMesh:
     if not {"_init_backend", "_rank"} <= parameters.keys():
         raise ConfigError(
             f"torch {torch.__version__} has no device mesh without process groups, which the solver of placements asks"
-            " for sharding rules: use torch 2.10 to 2.13"
+            " for sharding rules: use torch 2.10 to 2.14"
         )
     with torch.device("cpu"):
         return DeviceMesh("cpu", torch.arange(num_ranks), _init_backend=False, _rank=0)
