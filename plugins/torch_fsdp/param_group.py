@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from booster.comm import AllGather as Gathering
 from booster.comm import ReduceScatter, group_rank, group_size, start_all_gather, start_reduce_scatter
-from booster.core.compiling import EagerHook
+from booster.core.compiling import EagerHook, not_compiled
 from booster.errors import DesyncError
 from booster.plugins.sharding.buffer_pool import BufferPool
 from booster.plugins.sharding.collective_order import CollectiveKind, CollectiveOrder, CollectiveRequest
@@ -301,10 +301,12 @@ class ParamGroup:
             for one in self.params:
                 one.set_on_modules(one.parameter)
 
+    @not_compiled
     def _begin_forward(self, *unused: Any) -> None:
         self._show_whole()
         self._shown_versions = self._versions()
 
+    @not_compiled
     def _end_forward(self, *unused: Any) -> None:
         self._show_shards()
         # Autocast keeps casts of the gathered weights until its end: those of all layers together.
