@@ -150,9 +150,13 @@ class ShardingRules:
     def _propagate(self, node: Node, inputs: tuple[TensorPlacement, ...]) -> tuple[TensorPlacement, ...] | None:
         specs = [self._spec(shape, one) for shape, one in zip(node.input_shapes, inputs, strict=True)]
         args, kwargs = with_operands((node.args, dict(node.kwargs)), specs)
+        # Since 2.14 torch finds specs in lists only where the operator's information says that it has lists.
+        known = (vars(self._propagator).get(f"op_to_schema_info{one}", {}) for one in _KINDS_OF_RULES)
+        info = next((one[node.func] for one in known if node.func in one), None)
         try:
             with torch.no_grad():
-                answer = self._propagator.propagate_op_sharding_non_cached(OpSchema(node.func, args, kwargs))
+                schema = OpSchema(node.func, args, kwargs, schema_info=info)
+                answer = self._propagator.propagate_op_sharding_non_cached(schema)
         except Exception:  # torch has no rule for the operator or these placements; which error says so differs
             return None
         needed = answer.redistribute_schema if answer.needs_redistribute else None
@@ -170,6 +174,9 @@ class ShardingRules:
         whole = Partial() if placement.kind == "partial" else Replicate()
         placed = Shard(placement.dim) if placement.kind == "sharded" else whole
         return DTensorSpec(self._mesh, (placed,), tensor_meta=meta)
+
+
+_KINDS_OF_RULES = ("", "_for_single_dim_strategy")
 
 
 @lru_cache(maxsize=8)
@@ -283,7 +290,7 @@ def _join_blocks(node: Node, inputs: tuple[TensorPlacement, ...], num_ranks: int
     dim = (int(node.args[1]) if len(node.args) > 1 else int(node.kwargs.get("dim", 0))) % rank
     sizes = {one.shape[dim] for one in node.input_shapes if len(one.shape) == rank}
     is_alike = len(set(inputs)) == 1 and inputs[0] == sharded(dim) and len(sizes) == 1
-    if not is_alike or len(inputs) < 2 or next(iter(sizes)) % num_ranks:
+    if not is_alike or next(iter(sizes)) % num_ranks:
         return None
     return (sharded(dim, len(inputs)),)
 
