@@ -397,7 +397,11 @@ class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
         return list(self.module.parameters())
 
     def writes(self, name: str) -> bool:
-        """Return whether this rank is the one that writes a tensor, of all that hold the same elements."""
+        """Return whether this rank is the one that writes a tensor, of all that hold the same elements.
+
+        Args:
+            name: Name in this rank's module, or the logical name of a parameter, whose optimizer states it writes, too.
+        """
         return self._is_primary
 
     def tied_names(self) -> dict[str, tuple[str, ...]]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import random
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,11 +12,11 @@ import torch.distributed as dist
 from hybrid_cases import EXPERTS, NUM_FUSED_GROUPS, OWN_ATTENTION, on_own_axis, on_tensor_axis
 from oracles.joined_slices import joined_over_ranks
 from pipeline_cases import DECODERS, ENCODER_DECODERS, ENCODERS, MORE_DECODERS, SCHEDULES, num_layers_for
-from random_loops import OPTIMIZERS, PLUGINS, draw_plugin, norm_type
+from random_loops import OPTIMIZERS, Loop, Step, draw_plugin
 from torch import nn
 from zoo import Batch, WholeBatches, get_model
 
-from booster import Booster
+from booster.plugins import HybridParallelPlugin
 from booster.pytree import map_tensors
 
 MODELS = [*DECODERS, *MORE_DECODERS, *ENCODERS, *ENCODER_DECODERS, "user_transformer", "tied_lm"]
@@ -28,34 +26,13 @@ MAX_TP_SIZES = {**NUM_FUSED_GROUPS, "tied_lm": 2}
 TOLERANCES = {torch.float64: {"rtol": 1e-4, "atol": 2e-6}, torch.float32: {"rtol": 2e-3, "atol": 3e-4}}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """A training step.
-
-    Attributes:
-        number: Number of the step, which its data depend on.
-        num_batches: Number of batches whose gradients it has.
-        way: "sum" of the gradients, "no_sync" for all but the last, or "accumulate".
-        clip: Clipping: "norm", "inf", "value" or None.
-        loss: "mean", the sum over "items" of which ranks have unlike numbers, or the sum of "two" batches.
-        skips: If True, the gradients are thrown away.
-    """
-
-    number: int
-    num_batches: int
-    way: str
-    clip: str | None
-    loss: str
-    skips: bool
-
-
 @dataclass(slots=True, kw_only=True)
 class Case:
     """A random case.
 
     Attributes:
         seed: Number that all of it is drawn by.
-        layouts: Plugins with arguments; `hop` takes the next one.
+        plugins: Plugins with arguments; `hop` takes the next one.
         actions: Steps, and names of other actions.
     """
 
@@ -65,11 +42,11 @@ class Case:
     dtype: torch.dtype
     optimizer: str
     groups: str
-    layouts: list[tuple[str, dict[str, Any]]]
+    plugins: list[tuple[str, dict[str, Any]]]
     actions: list[Step | str] = field(default_factory=list)
 
 
-OTHER_ACTIONS = ("evaluate", "learning rate", "unfreeze", "freeze", "reload", "hop", "hop", "copy")
+OTHER_ACTIONS = ("evaluate", "infer", "learning rate", "unfreeze", "freeze", "reload", "hop", "hop", "copy")
 
 
 def draw_case(seed: int, num_ranks: int) -> Case:
@@ -87,7 +64,7 @@ def draw_case(seed: int, num_ranks: int) -> Case:
         dtype=torch.float32 if model in EXPERTS else draw.choice([torch.float32, torch.float64]),  # torch's grouped_mm
         optimizer=draw.choice(list(OPTIMIZERS)),
         groups=draw.choice(["one", "two", "frozen", "frozen outside"]),
-        layouts=layouts,
+        plugins=layouts,
     )
     for number in range(draw.randint(2, 5)):
         if number and draw.random() < 1 / 3:
@@ -96,10 +73,11 @@ def draw_case(seed: int, num_ranks: int) -> Case:
         case.actions.append(
             Step(
                 number=number,
-                num_batches=draw.choice([1, 1, 2, 3]),
+                num_microbatches=draw.choice([1, 1, 2, 3]),
                 way=draw.choice(["sum", "no_sync", "accumulate"]),
                 clip=draw.choice([None, "norm", "inf", "value"]),
-                loss=draw.choice(["mean", "mean", "items", "two"]),
+                loss=draw.choice(["mean", "items"]),
+                clears_first=draw.random() < 0.5,
                 skips=draw.random() < 0.1,
             )
         )
@@ -155,43 +133,34 @@ def is_drawn(case: Case, name: str) -> bool:
     return random.Random(f"{case.seed} {name}").random() < 0.3
 
 
-class RandomHybridLoop:
-    """The boosted model of a case, and its twin in one process."""
+class RandomHybridLoop(Loop):
+    """A model of the zoo under layouts of HybridParallelPlugin.
+
+    A loss is the mean of a batch, or the sum over its "items", of which ranks have unlike numbers.
+    """
+
+    tolerances = TOLERANCES
+    max_value = 0.01
 
     def __init__(self, case: Case, folder: Path) -> None:
-        self.case, self.folder = case, folder
         self.whole = WholeBatches(get_model(case.model, case.num_layers))
-        self.plain = self.new_model()
-        self.plain_optimizer = new_optimizer(case, self.plain)
-        self.num_hops = 0
-        self.boost()
+        super().__init__(case, folder)
 
     def new_model(self) -> nn.Module:
         return self.whole.build().to(self.case.dtype)
 
-    def boost(self) -> None:
-        """Boosts a new model with the plugin whose turn it is."""
-        name, arguments = self.case.layouts[self.num_hops % len(self.case.layouts)]
-        self.booster = Booster(plugin=PLUGINS[name](**arguments))
-        self.num_parts = getattr(self.booster.plugin, "dp_size", dist.get_world_size())
-        self.part = getattr(self.booster.plugin, "dp_rank", dist.get_rank())
-        raw = self.new_model()
-        optimizer = new_optimizer(self.case, raw)
-        for parameter, twin in zip(raw.parameters(), self.plain.parameters(), strict=True):
-            parameter.requires_grad_(twin.requires_grad)
-        self.model, self.optimizer, *_ = self.booster.boost(raw, optimizer)
-        self.is_staged = arguments.get("pp_size", 1) > 1
+    def new_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return new_optimizer(self.case, model)
 
-    def run(self) -> None:
-        """Runs all actions, and compares the weights after each."""
-        for number, action in enumerate(self.case.actions):
-            if isinstance(action, Step):
-                self.train(action)
-            else:
-                self.act(number, action)
-            torch.testing.assert_close(
-                joined_over_ranks(self.model), dict(self.plain.state_dict()), **TOLERANCES[self.case.dtype]
-            )
+    def boost(self) -> None:
+        super().boost()
+        plugin = self.booster.plugin
+        self.num_parts = getattr(plugin, "dp_size", dist.get_world_size())
+        self.part = getattr(plugin, "dp_rank", dist.get_rank())
+        self.is_staged = isinstance(plugin, HybridParallelPlugin) and dist.get_world_size(plugin.pp_group) > 1
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return joined_over_ranks(self.model)
 
     def batch(self, step: int, number: int, loss: str) -> tuple[Any, Any]:
         """Returns the batch of all ranks as the model takes it, and this rank's."""
@@ -213,53 +182,19 @@ class RandomHybridLoop:
     def sum_of_items(self, outputs: Any, fed: Any) -> torch.Tensor:
         return self.whole.criterion(outputs, fed) * self.whole.num_samples(fed)
 
-    # Steps.
-
-    def train(self, step: Step) -> None:
-        norm = self.train_plain(step)
-        found = self.train_boosted(step)
-        if norm is not None:
-            torch.testing.assert_close(float(found), float(norm), **TOLERANCES[self.case.dtype])
-
-    def train_plain(self, step: Step) -> torch.Tensor | None:
-        """Trains the twin with the batches of all ranks; returns the norm before clipping, if it was computed."""
-        batches = [self.batch(step.number, number, step.loss)[0] for number in range(step.num_batches)]
+    def backward_plain(self, step: Step) -> None:
+        batches = [self.batch(step.number, number, step.loss)[0] for number in range(step.num_microbatches)]
         num_items = sum(self.whole.num_samples(one) for one in batches)
         for batch in batches:
             loss = self.compute_loss(self.plain, batch)
             if step.loss == "items":
                 loss = loss * self.whole.num_samples(batch) / num_items
             elif step.way == "accumulate":
-                loss = loss / step.num_batches
+                loss = loss / step.num_microbatches
             loss.backward()
-        trained = [one for group in self.plain_optimizer.param_groups for one in group["params"]]
-        norm = None
-        if step.clip == "value":
-            nn.utils.clip_grad_value_(trained, 0.01)
-        elif step.clip is not None:
-            norm = nn.utils.clip_grad_norm_(trained, 0.3, norm_type=norm_type(step.clip))
-        if not step.skips:
-            self.plain_optimizer.step()
-        self.plain_optimizer.zero_grad()
-        return norm
 
-    def train_boosted(self, step: Step) -> torch.Tensor | None:
-        """Trains the boosted model with this rank's batches; returns the norm before clipping, if it was computed."""
-        norm = None
-        for number in range(step.num_batches):
-            is_last = number == step.num_batches - 1
-            context: Any = nullcontext()
-            if step.way == "accumulate":
-                context = self.booster.accumulate(self.model, self.optimizer, steps=step.num_batches)
-            elif step.way == "no_sync" and not is_last:
-                context = self.booster.no_sync(self.model, self.optimizer)
-            with context:
-                self.backward(self.batch(step.number, number, step.loss)[1], sums=step.loss == "items")
-                if step.way == "accumulate" or is_last:
-                    norm = self.end_step(step)
-        return norm
-
-    def backward(self, fed: Any, *, sums: bool) -> None:
+    def backward_boosted(self, step: Step, number: int) -> None:
+        fed, sums = self.batch(step.number, number, step.loss)[1], step.loss == "items"
         options: dict[str, Any] = {"num_items": self.whole.num_samples(fed)} if sums else {}
         if self.is_staged:
             criterion = self.sum_of_items if sums else self.whole.criterion
@@ -269,39 +204,6 @@ class RandomHybridLoop:
         if sums:
             loss = loss * self.whole.num_samples(fed)
         self.booster.backward(loss, self.optimizer, **options)
-
-    def end_step(self, step: Step) -> torch.Tensor | None:
-        norm = None
-        if step.clip == "value":
-            self.optimizer.clip_grad_by_value(0.01)
-        elif step.clip is not None:
-            norm = self.booster.clip_grad_norm_(self.optimizer, 0.3, norm_type=norm_type(step.clip))
-        if not step.skips:
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-        return norm
-
-    # Other actions.
-
-    def act(self, number: int, action: str) -> None:
-        if action == "evaluate":
-            self.evaluate(number)
-        elif action == "learning rate":
-            for optimizer in (self.plain_optimizer, self.optimizer):
-                for group in optimizer.param_groups:
-                    group["lr"] /= 2
-        elif action in ("freeze", "unfreeze"):
-            self.freeze(action)
-        elif action == "reload":
-            self.reload(self.folder / str(number))
-        elif action == "hop":
-            path = self.folder / str(number)
-            self.booster.save(path, model=self.model, optimizer=self.optimizer)
-            self.num_hops += 1
-            self.boost()
-            self.booster.load(path, model=self.model, optimizer=self.optimizer)
-        elif action == "copy":
-            copy.deepcopy(self.model).train(False)
 
     def freeze(self, action: str) -> None:
         """Freezes drawn weights, or unfreezes all that the optimizer has."""
@@ -315,11 +217,11 @@ class RandomHybridLoop:
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(twins[name].requires_grad)
 
-    def evaluate(self, number: int) -> None:
+    def evaluate(self, number: int, mode: Any) -> None:
         _, fed = self.batch(number, 0, "mean")
         self.model.eval()
         self.plain.eval()
-        with torch.no_grad():
+        with mode():
             expected = self.compute_loss(self.plain, fed)
             if self.is_staged:
                 found = self.booster.execute_pipeline(iter([fed]), self.model, self.whole.criterion)["loss"]
@@ -327,15 +229,4 @@ class RandomHybridLoop:
                 found = self.compute_loss(self.model, fed)
         self.model.train()
         self.plain.train()
-        torch.testing.assert_close(float(found), float(expected), **TOLERANCES[self.case.dtype])
-
-    def reload(self, path: Path) -> None:
-        """Saves, trains a step that is lost, and loads."""
-        path.mkdir(exist_ok=True)
-        self.booster.save_model(self.model, path / "model", shard=True)
-        self.booster.save_optimizer(self.optimizer, path / "optimizer", shard=True)
-        self.backward(self.batch(0, 0, "mean")[1], sums=False)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.booster.load_model(self.model, path / "model")
-        self.booster.load_optimizer(self.optimizer, path / "optimizer")
+        self.assert_close(float(found), float(expected))

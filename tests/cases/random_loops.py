@@ -408,23 +408,59 @@ def new_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     return getattr(torch.optim, case.optimizer)(groups, lr=0.03, **OPTIMIZERS[case.optimizer])
 
 
-class RandomLoop:
-    """The boosted model of a case, and its twin in one process."""
+class Loop:
+    """A boosted model, its twin in one process, and what trains both; subclasses say what they compute.
 
-    def __init__(self, case: Case, folder: Path) -> None:
+    Args:
+        case: With `seed`, `dtype`, `plugins` and `actions`.
+        folder: For checkpoints.
+    """
+
+    tolerances = TOLERANCES
+    max_value = 0.05  # where gradients are clipped by value
+
+    def __init__(self, case: Any, folder: Path) -> None:
         self.case, self.folder = case, folder
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.plain = new_model(case).to(current_device())
-        self.plain_optimizer = new_optimizer(case, self.plain)
+        self.plain = self.new_model()
+        self.plain_optimizer = self.new_optimizer(self.plain)
         self.num_hops = 0
         self.boost()
+
+    # What subclasses define.
+
+    def new_model(self) -> nn.Module:
+        raise NotImplementedError
+
+    def new_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Returns an optimizer, after weights of the model are frozen."""
+        raise NotImplementedError
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Returns the boosted model's weights as those of one process. Collective."""
+        raise NotImplementedError
+
+    def backward_plain(self, step: Step) -> None:
+        """Computes the twin's gradients of a step, of the batches of all ranks."""
+        raise NotImplementedError
+
+    def backward_boosted(self, step: Step, number: int) -> None:
+        """Computes the boosted model's gradients of a microbatch."""
+        raise NotImplementedError
+
+    def freeze(self, action: str) -> None:
+        raise NotImplementedError
+
+    def evaluate(self, number: int, mode: Any) -> None:
+        raise NotImplementedError
+
+    # What is the same for all.
 
     def boost(self) -> None:
         """Boosts a new model with the plugin whose turn it is."""
         name, arguments = self.case.plugins[self.num_hops % len(self.case.plugins)]
         self.booster = Booster(plugin=PLUGINS[name](**arguments))
-        raw = new_model(self.case)
-        optimizer = new_optimizer(self.case, raw)
+        raw = self.new_model()
+        optimizer = self.new_optimizer(raw)
         for parameter, twin in zip(raw.parameters(), self.plain.parameters(), strict=True):
             parameter.requires_grad_(twin.requires_grad)
         self.model, self.optimizer, *_ = self.booster.boost(raw, optimizer)
@@ -436,8 +472,108 @@ class RandomLoop:
                 self.train(action)
             else:
                 self.act(number, action)
-            found, expected = copy.deepcopy(self.model).state_dict(), self.plain.state_dict()
-            torch.testing.assert_close(dict(found), dict(expected), **TOLERANCES[self.case.dtype])
+            self.assert_close(self.weights(), dict(self.plain.state_dict()))
+
+    def assert_close(self, found: Any, expected: Any) -> None:
+        torch.testing.assert_close(found, expected, **self.tolerances[self.case.dtype])
+
+    def train(self, step: Step) -> None:
+        """Trains one step of both."""
+        self.backward_plain(step)
+        norm = self.end_plain_step(step)
+        found = self.train_boosted(step)
+        if norm is not None:
+            self.assert_close(float(found), float(norm))
+
+    def end_plain_step(self, step: Step) -> torch.Tensor | None:
+        """Returns the norm before clipping, if it was computed."""
+        trained = [one for group in self.plain_optimizer.param_groups for one in group["params"]]
+        norm = None
+        if step.clip == "value":
+            nn.utils.clip_grad_value_(trained, self.max_value)
+        elif step.clip is not None:
+            norm = nn.utils.clip_grad_norm_(trained, 0.3, norm_type=_norm_type(step))
+        if not step.skips:
+            self.plain_optimizer.step()
+        self.plain_optimizer.zero_grad()
+        return norm
+
+    def train_boosted(self, step: Step) -> torch.Tensor | None:
+        """Trains the boosted model with this rank's batches; returns the norm before clipping, if it was computed."""
+        norm = None
+        for microbatch in range(step.num_microbatches):
+            is_last = microbatch == step.num_microbatches - 1
+            context: Any = nullcontext()
+            if step.way == "accumulate":
+                context = self.booster.accumulate(self.model, self.optimizer, steps=step.num_microbatches)
+            elif step.way == "no_sync" and not is_last:
+                context = self.booster.no_sync(self.model, self.optimizer)
+            with context:
+                if step.clears_first and (step.way == "accumulate" or microbatch == 0):
+                    self.optimizer.zero_grad()
+                self.backward_boosted(step, microbatch)
+                if step.way == "accumulate" or is_last:
+                    norm = self.end_step(step)
+        return norm
+
+    def end_step(self, step: Step) -> torch.Tensor | None:
+        norm = None
+        if step.clip == "value":
+            self.optimizer.clip_grad_by_value(self.max_value)
+        elif step.clip is not None:
+            norm = self.booster.clip_grad_norm_(self.optimizer, 0.3, norm_type=_norm_type(step))
+        if not step.skips:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
+
+    def act(self, number: int, action: str) -> None:
+        """Runs an action other than a step."""
+        if action in ("evaluate", "infer"):
+            self.evaluate(number, torch.no_grad if action == "evaluate" else torch.inference_mode)
+        elif action == "learning rate":
+            for optimizer in (self.plain_optimizer, self.optimizer):
+                for group in optimizer.param_groups:
+                    group["lr"] /= 2
+        elif action in ("freeze", "unfreeze"):
+            self.freeze(action)
+        elif action == "reload":
+            self.reload(self.folder / str(number))
+        elif action == "hop":
+            path = self.folder / str(number)
+            self.booster.save(path, model=self.model, optimizer=self.optimizer)
+            self.num_hops += 1
+            self.boost()
+            self.booster.load(path, model=self.model, optimizer=self.optimizer)
+        elif action == "copy":
+            copy.deepcopy(self.model).train(False)
+
+    def reload(self, path: Path) -> None:
+        """Saves, trains a step that is lost, and loads."""
+        path.mkdir(exist_ok=True)
+        self.booster.save_model(self.model, path / "model", shard=True)
+        self.booster.save_optimizer(self.optimizer, path / "optimizer", shard=True)
+        lost = {"way": "sum", "clip": None, "loss": "mean", "clears_first": False, "skips": False}
+        self.train_boosted(Step(number=0, num_microbatches=1, **lost))
+        self.booster.load_model(self.model, path / "model")
+        self.booster.load_optimizer(self.optimizer, path / "optimizer")
+
+
+class RandomLoop(Loop):
+    """A model of blocks under every plugin."""
+
+    def __init__(self, case: Case, folder: Path) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        super().__init__(case, folder)
+
+    def new_model(self) -> nn.Module:
+        return new_model(self.case).to(current_device())
+
+    def new_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return new_optimizer(self.case, model)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return dict(copy.deepcopy(self.model).state_dict())
 
     def batch(self, step: int, microbatch: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns a rank's inputs and targets."""
@@ -464,60 +600,15 @@ class RandomLoop:
             loss = loss + gradient.square().mean()
         return loss
 
-    def train(self, step: Step) -> None:
-        """Trains one step of both."""
-        norm = self.train_plain(step)
-        found = self.train_boosted(step)
-        if norm is not None:
-            torch.testing.assert_close(float(found), float(norm), **TOLERANCES[self.case.dtype])
-
-    def train_plain(self, step: Step) -> torch.Tensor | None:
-        """Trains the twin with the batches of all ranks; returns the norm before clipping, if it was computed."""
+    def backward_plain(self, step: Step) -> None:
         num_parts = self.size * (step.num_microbatches if step.way == "accumulate" or step.loss == "items" else 1)
         num_parts *= BATCH * OUTPUTS if step.loss == "items" else 1
         for microbatch in range(step.num_microbatches):
             for rank in range(self.size):
                 self.backward(step, self.loss(step.loss, self.plain, step.number, microbatch, rank) / num_parts)
-        trained = [one for group in self.plain_optimizer.param_groups for one in group["params"]]
-        norm = None
-        if step.clip == "value":
-            nn.utils.clip_grad_value_(trained, 0.05)
-        elif step.clip is not None:
-            norm = nn.utils.clip_grad_norm_(trained, 0.3, norm_type=norm_type(step.clip))
-        if not step.skips:
-            self.plain_optimizer.step()
-        self.plain_optimizer.zero_grad()
-        return norm
 
-    def train_boosted(self, step: Step) -> torch.Tensor | None:
-        """Trains the boosted model with this rank's batches; returns the norm before clipping, if it was computed."""
-        norm = None
-        for microbatch in range(step.num_microbatches):
-            is_last = microbatch == step.num_microbatches - 1
-            context: Any = nullcontext()
-            if step.way == "accumulate":
-                context = self.booster.accumulate(self.model, self.optimizer, steps=step.num_microbatches)
-            elif step.way == "no_sync" and not is_last:
-                context = self.booster.no_sync(self.model, self.optimizer)
-            with context:
-                if step.clears_first and (step.way == "accumulate" or microbatch == 0):
-                    self.optimizer.zero_grad()
-                loss = self.loss(step.loss, self.model, step.number, microbatch, self.rank)
-                self.backward(step, loss, boosted=True)
-                if step.way == "accumulate" or is_last:
-                    norm = self.end_step(step)
-        return norm
-
-    def end_step(self, step: Step) -> torch.Tensor | None:
-        norm = None
-        if step.clip == "value":
-            self.optimizer.clip_grad_by_value(0.05)
-        elif step.clip is not None:
-            norm = self.booster.clip_grad_norm_(self.optimizer, 0.3, norm_type=norm_type(step.clip))
-        if not step.skips:
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-        return norm
+    def backward_boosted(self, step: Step, number: int) -> None:
+        self.backward(step, self.loss(step.loss, self.model, step.number, number, self.rank), boosted=True)
 
     def backward(self, step: Step, loss: torch.Tensor, *, boosted: bool = False) -> None:
         """Runs the backward of one of both, at once or in two halves."""
@@ -531,31 +622,13 @@ class RandomLoop:
                 options["num_items"] = BATCH * OUTPUTS
             self.booster.backward(part, self.optimizer, **options)
 
-    def act(self, number: int, action: str) -> None:
-        """Runs an action other than a step."""
-        if action in ("evaluate", "infer"):
-            self.evaluate(number, torch.no_grad if action == "evaluate" else torch.inference_mode)
-        elif action == "learning rate":
-            for optimizer in (self.plain_optimizer, self.optimizer):
-                for group in optimizer.param_groups:
-                    group["lr"] /= 2
-        elif action in ("freeze", "unfreeze"):
-            for model in (self.plain, self.model):
-                for index, (name, parameter) in enumerate(model.named_parameters()):
-                    if action == "unfreeze" and self.case.groups != "frozen outside":
-                        parameter.requires_grad_(True)
-                    if action == "freeze" and index % 4 == 1 and not name.startswith("head"):
-                        parameter.requires_grad_(False)
-        elif action == "reload":
-            self.reload(self.folder / str(number))
-        elif action == "hop":
-            path = self.folder / str(number)
-            self.booster.save(path, model=self.model, optimizer=self.optimizer)
-            self.num_hops += 1
-            self.boost()
-            self.booster.load(path, model=self.model, optimizer=self.optimizer)
-        elif action == "copy":
-            copy.deepcopy(self.model).train(False)
+    def freeze(self, action: str) -> None:
+        for model in (self.plain, self.model):
+            for index, (name, parameter) in enumerate(model.named_parameters()):
+                if action == "unfreeze" and self.case.groups != "frozen outside":
+                    parameter.requires_grad_(True)
+                if action == "freeze" and index % 4 == 1 and not name.startswith("head"):
+                    parameter.requires_grad_(False)
 
     def evaluate(self, number: int, mode: Any) -> None:
         inputs, _ = self.batch(number, 0, self.rank)
@@ -565,23 +638,12 @@ class RandomLoop:
             with mode():
                 outputs.append(model(inputs, number, self.rank).clone())
             model.train()
-        torch.testing.assert_close(*outputs, **TOLERANCES[self.case.dtype])
-
-    def reload(self, path: Path) -> None:
-        """Saves, trains a step that is lost, and loads."""
-        path.mkdir(exist_ok=True)
-        self.booster.save_model(self.model, path / "model", shard=True)
-        self.booster.save_optimizer(self.optimizer, path / "optimizer", shard=True)
-        self.booster.backward(self.loss("mean", self.model, 0, 0, self.rank), self.optimizer)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.booster.load_model(self.model, path / "model")
-        self.booster.load_optimizer(self.optimizer, path / "optimizer")
+        self.assert_close(*outputs)
 
 
 def _penalty(model: nn.Module) -> Any:
     return 0.01 * sum(one.square().sum() for one in model.parameters() if one.requires_grad)
 
 
-def norm_type(clip: str) -> float:
-    return float("inf") if clip == "inf" else 2.0
+def _norm_type(step: Step) -> float:
+    return float("inf") if step.clip == "inf" else 2.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -376,12 +377,32 @@ def test_routers_and_experts_compute_all_tokens(mode):
     Twins("mixtral", gradient_checkpoint_config=True, **arguments).train().assert_equal()
 
 
-@distributed([2])
-def test_random_numbers_of_all_tokens_are_refused():
-    def build():
-        model = get_model("user_transformer").build()
-        model.layers[1].attention.out = nn.Sequential(model.layers[1].attention.out, nn.Dropout(0.1))
-        return model
+def dropping(change):
+    """Returns a model whose last attention was changed to draw random numbers."""
+    model = get_model("user_transformer").build()
+    change(model.layers[1].attention)
+    return model
 
-    with pytest.raises(ConfigError, match=r"layers.1.attention.out.1 draws random numbers \(at a rate of 0.1\)"):
-        Twins("user_transformer", build=build, plan=UNSHARDED_ATTENTION, **on_tensor_axis("split_gather", 2)[1])
+
+def with_a_module(attention):
+    attention.out = nn.Sequential(attention.out, nn.Dropout(0.1))
+
+
+def with_an_attribute(attention):
+    attention.attention_dropout = 0.1  # for scaled_dot_product_attention
+
+
+@distributed([2])
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [(with_a_module, r"attention.out.1"), (with_an_attribute, r"attention")],
+    ids=["module", "rate"],
+)
+def test_random_numbers_of_all_tokens_are_refused(change, place):
+    with pytest.raises(ConfigError, match=rf"layers.1.{place} draws random numbers \(\w+=0.1\)"):
+        Twins(
+            "user_transformer",
+            build=functools.partial(dropping, change),
+            plan=UNSHARDED_ATTENTION,
+            **on_tensor_axis("split_gather", 2)[1],
+        )

@@ -317,18 +317,7 @@ def run_on_all_tokens(block: nn.Module, name: str, tp_group: TensorParallelGroup
         tp_group: The tensor-parallel group.
 
     Collective: no; the module's forward and backward are.
-
-    Raises:
-        ConfigError: The module draws random numbers, which differ between ranks where tokens are sharded.
     """
-    for own_name, module in block.named_modules():
-        rate = getattr(module, "p", 0) if isinstance(module, nn.Dropout) else getattr(module, "jitter_noise", 0)
-        if rate:
-            raise ConfigError(
-                f"{f'{name}.{own_name}'.rstrip('.')} draws random numbers (at a rate of {rate}) for all tokens, which"
-                " differ between ranks in sequence parallelism on the tensor-parallel axis: set the rate to 0, or use"
-                " sequence_parallelism_mode='all_to_all', which has a separate axis"
-            )
 
     def along_tokens(hidden: torch.Tensor, mapping: Callable[..., torch.Tensor]) -> torch.Tensor:
         sizes = tp_group.token_sizes(is_flat=False)

@@ -13,6 +13,7 @@ sharded sequence. Their gradients are complete on each rank, which takes those o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 
 from torch import nn
@@ -28,6 +29,9 @@ _WITH_REGION = COLUMN_STYLES | {"embedding_colwise"}
 _OF_ALL_TOKENS = frozenset({"all_reduce", "local_params", "mla_kv_a_proj", "moe_identity_expert", "moe_tp_experts"})
 _CROSS_ATTENTION = ("cross", "encdec", "encoder_attn", "enc_dec", "encoder_decoder")
 _MIXES_TOKENS = ("attention", "attn", "conv", "mamba", "mixer", "ssm", "lstm", "gru", "rnn", "batchnorm", "instance")
+
+_RANDOM_RATES = re.compile("drop|noise|jitter")
+_ATTENTION_RATES = re.compile("att.*drop")
 
 Stacks = tuple[tuple[str, ...], ...]
 
@@ -73,7 +77,8 @@ def all_token_blocks(
         stacks: Names of the layers of each stack.
 
     Raises:
-        ConfigError: There is no stack, or a layer itself computes with experts that need all tokens.
+        ConfigError: There is no stack, a layer itself computes with experts that need all tokens, or a block draws
+            random numbers, which differ between ranks where tokens are sharded.
     """
     if not stacks:
         raise ConfigError(
@@ -96,7 +101,30 @@ def all_token_blocks(
             blocks[region] = f"{name.removeprefix(region)[1:] or 'a weight'} is replicated between its sharded layers"
         elif not region and _may_mix_tokens(module, f"{name}.", styles):
             blocks[name] = "it is not sharded, and may mix tokens"
-    return {name: reason for name, reason in blocks.items() if not is_within(name.rpartition(".")[0], blocks)}
+    outermost = {name: reason for name, reason in blocks.items() if not is_within(name.rpartition(".")[0], blocks)}
+    for name in outermost:
+        _check_draws_nothing(model.get_submodule(name), name)
+    return outermost
+
+
+def _check_draws_nothing(block: nn.Module, name: str) -> None:
+    for own_name, module in block.named_modules():
+        for key, rate in _random_rates(module).items():
+            raise ConfigError(
+                f"{f'{name}.{own_name}'.rstrip('.')} draws random numbers ({key}={rate}) for all tokens, which differ"
+                " between ranks in sequence parallelism on the tensor-parallel axis: set the rate to 0, or use"
+                " sequence_parallelism_mode='all_to_all', which has a separate axis"
+            )
+
+
+def _random_rates(module: nn.Module) -> dict[str, float]:
+    """Return the rates above 0 of dropout and noise that a module has, or its attention reads from its config."""
+    rates = {key: value for key, value in vars(module).items() if _RANDOM_RATES.search(key)}
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        rates["p"] = module.p
+    if "config" in vars(module):
+        rates |= {f"config.{key}": value for key, value in vars(module.config).items() if _ATTENTION_RATES.search(key)}
+    return {key: value for key, value in rates.items() if type(value) in (int, float) and value > 0}
 
 
 def _blocks_of_styles(styles: Mapping[str, Style], stacks: Stacks) -> dict[str, str]:
