@@ -110,6 +110,10 @@ class Storage:
             flags |= os.O_DIRECT
         return self._check_opened(OpenFile(path, os.open(path, flags)))
 
+    def device_of(self, path: Path) -> int:
+        """Return the number of the device that a file lies on."""
+        return path.stat().st_dev
+
     def resize(self, file: OpenFile, num_bytes: int) -> None:
         """Set the size of a file and, if supported, allocate its disk space, so that a full disk is detected here."""
         with _add_path_to_errors(file.path):
@@ -365,6 +369,9 @@ class Storage:
 
 class FakeStorage(Storage):
     """Storage of a fake world: takes everything, keeps nothing, and touches no file."""
+
+    def device_of(self, path: Path) -> int:
+        return 0
 
     def open_for_writing(self, path: Path, *, direct: bool = False) -> OpenFile:
         return OpenFile(path, -1)

@@ -86,6 +86,9 @@ class SharedMemory:
     Every method but `abort` and `set_timeout` is collective: all ranks call the same methods in the same order, from
     one thread at a time, with equal lengths, dtypes and sequence numbers. Tensors are contiguous and on the CPU.
 
+    With `only_publishes` an operation lets the others have what it can without waiting for them. A second call
+    completes it, before any other operation; until then its output is undefined, and its input must not change.
+
     Raises:
         SharedMemoryError: Raised by all collectives: a rank has exited, timed out, or called another collective.
     """
@@ -139,14 +142,27 @@ class SharedMemory:
         self._timeout_seconds = seconds
         self._native.set_timeout(seconds)
 
-    def all_reduce(self, tensor: torch.Tensor, operator: Literal["sum", "max"], sequence_number: int) -> None:
+    def all_reduce(
+        self,
+        tensor: torch.Tensor,
+        operator: Literal["sum", "max"],
+        sequence_number: int,
+        *,
+        only_publishes: bool = False,
+    ) -> None:
         """Reduce a tensor in place, in rank order, bitwise equal on all ranks; 16-bit dtypes are summed in fp32."""
         _check_contiguous(tensor)
         arguments = tensor.data_ptr(), tensor.numel(), _ELEMENT_TYPES[tensor.dtype], _OPERATORS[operator]
-        self._check_result(self._native.all_reduce(sequence_number, *arguments))
+        self._check_result(self._native.all_reduce(sequence_number, *arguments, only_publishes))
 
     def reduce_scatter(
-        self, send_buffer: torch.Tensor, output: torch.Tensor, sequence_number: int, *, accumulate: bool = False
+        self,
+        send_buffer: torch.Tensor,
+        output: torch.Tensor,
+        sequence_number: int,
+        *,
+        accumulate: bool = False,
+        only_publishes: bool = False,
     ) -> None:
         """Sum this rank's shard over the ranks, and store the sum in `output` or add it to it.
 
@@ -158,6 +174,7 @@ class SharedMemory:
                 this rank's shard of `send_buffer`.
             sequence_number: Sequence number among the group's reduce_scatter calls.
             accumulate: If True, the sum is added to `output`.
+            only_publishes: See the class; the output may be another one when it is completed.
         """
         _check_contiguous(send_buffer, output)
         is_widened = output.dtype == torch.float32 and send_buffer.dtype in (torch.bfloat16, torch.float16)
@@ -167,9 +184,12 @@ class SharedMemory:
             raise AssertionError(f"{send_buffer.numel()} {send_buffer.dtype} into {output.numel()} {output.dtype}")
         types = _ELEMENT_TYPES[send_buffer.dtype], _ELEMENT_TYPES[output.dtype]
         addresses = send_buffer.data_ptr(), output.data_ptr()
-        self._check_result(self._native.reduce_scatter(sequence_number, *addresses, output.numel(), *types, accumulate))
+        arguments = *addresses, output.numel(), *types, accumulate, only_publishes
+        self._check_result(self._native.reduce_scatter(sequence_number, *arguments))
 
-    def all_gather(self, buffer: torch.Tensor, local_shard: torch.Tensor, sequence_number: int) -> None:
+    def all_gather(
+        self, buffer: torch.Tensor, local_shard: torch.Tensor, sequence_number: int, *, only_publishes: bool = False
+    ) -> None:
         """Gather the ranks' shards into a buffer. `local_shard` may alias this rank's shard in it."""
         _check_contiguous(buffer, local_shard)
         if (buffer.numel(), buffer.dtype) != (self._num_ranks * local_shard.numel(), local_shard.dtype):
@@ -177,11 +197,12 @@ class SharedMemory:
                 f"{buffer.numel()} {buffer.dtype} are not {self._num_ranks} shards of"
                 f" {local_shard.numel()} {local_shard.dtype}"
             )
-        self._check_result(
-            self._native.all_gather(sequence_number, buffer.data_ptr(), local_shard.data_ptr(), local_shard.nbytes)
-        )
+        arguments = buffer.data_ptr(), local_shard.data_ptr(), local_shard.nbytes, only_publishes
+        self._check_result(self._native.all_gather(sequence_number, *arguments))
 
-    def all_to_all(self, output: torch.Tensor, send_buffer: torch.Tensor, sequence_number: int) -> None:
+    def all_to_all(
+        self, output: torch.Tensor, send_buffer: torch.Tensor, sequence_number: int, *, only_publishes: bool = False
+    ) -> None:
         """Send shard r of `send_buffer` to rank r, which stores it at this rank's index. No overlap is allowed."""
         _check_contiguous(output, send_buffer)
         if (output.numel(), output.dtype) != (
@@ -193,9 +214,8 @@ class SharedMemory:
                 f" {self._num_ranks} ranks"
             )
         shard_bytes = send_buffer.nbytes // self._num_ranks
-        self._check_result(
-            self._native.all_to_all(sequence_number, output.data_ptr(), send_buffer.data_ptr(), shard_bytes)
-        )
+        arguments = output.data_ptr(), send_buffer.data_ptr(), shard_bytes, only_publishes
+        self._check_result(self._native.all_to_all(sequence_number, *arguments))
 
     def broadcast(self, tensor: torch.Tensor, source: int, sequence_number: int) -> None:
         """Broadcast the tensor of group rank `source`, in place."""

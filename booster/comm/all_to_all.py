@@ -87,7 +87,10 @@ def start_all_to_all(
     group_memory = operation.memory_for(payload)
     if group_memory is not None:
         exchange = partial(_all_to_all_in_memory, group_memory.memory, target, source, sizes, operation.number)
-        return AllToAll(output, PendingWork(group_memory, operation.ending, exchange).wait)
+        publish = None
+        if sizes is None:
+            publish = partial(group_memory.memory.all_to_all, target, source, operation.number, only_publishes=True)
+        return AllToAll(output, PendingWork(group_memory, operation.ending, exchange, publish).wait)
     with operation.translate_errors():
         output_splits, payload_splits, _ = sizes or (None, None, 0)
         work = dist.all_to_all_single(target, source, output_splits, payload_splits, group=group, async_op=True)

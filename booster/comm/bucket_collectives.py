@@ -153,7 +153,8 @@ def start_all_gather(buffer: torch.Tensor, group: dist.ProcessGroup | None = Non
     group_memory = operation.memory_for(buffer)
     if group_memory is not None:
         gather = partial(group_memory.memory.all_gather, buffer.detach(), local_shard, operation.number)
-        return AllGather(PendingWork(group_memory, operation.ending, gather).wait)
+        publish = partial(gather, only_publishes=True)
+        return AllGather(PendingWork(group_memory, operation.ending, gather, publish).wait)
     incoming = [*shards[rank + 1 :], *shards[:rank]]
     works = _exchange(operation, [local_shard] * size, incoming, rank)
     return AllGather(partial(wait_all, operation, works))
@@ -170,7 +171,7 @@ class SharedMemoryReduceScatter:
         self._output: torch.Tensor | None = None
         self._accumulates = False
         self._early_sum: torch.Tensor | None = None
-        self._work = PendingWork(group_memory, operation.ending, self._run)
+        self._work = PendingWork(group_memory, operation.ending, self._run, self._publish)
 
     def wait(self, output: torch.Tensor, accumulate: bool) -> None:
         self.set_output(output, accumulate)
@@ -182,6 +183,9 @@ class SharedMemoryReduceScatter:
         with self._work.lock:
             if not self._work.is_done:
                 self._output, self._accumulates = output, accumulate
+
+    def _publish(self) -> None:
+        self._memory.reduce_scatter(self._payload, self._local_shard, self._number, only_publishes=True)
 
     def _run(self) -> None:
         output = self._output
@@ -321,7 +325,8 @@ def start_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = Non
     group_memory = operation.memory_for(tensor) if can_reduce(tensor.dtype) else None
     if group_memory is not None:
         reduce = partial(group_memory.memory.all_reduce, tensor, "sum", operation.number)
-        return AllReduce(PendingWork(group_memory, operation.ending, reduce).wait)
+        publish = partial(reduce, only_publishes=True)
+        return AllReduce(PendingWork(group_memory, operation.ending, reduce, publish).wait)
     # gloo rounds a sum of 16-bit numbers after every addition
     is_widened = tensor.dtype in LOW_PRECISION and tensor.device.type == "cpu"
     total = tensor.float() if is_widened else tensor

@@ -41,8 +41,8 @@ _DIGEST_BYTES = 32
 #     round the ranks exchange whether one has failed. By then all have published this round, and none uses the blocks
 #     of the round before any more.
 #   Checksums: each rank sums up what it has read, if all need the same ranges, and they exchange the sums.
-#   By what: four threads per rank. io_uring was no faster by itself, and slower beside busy cores: 0.86 s for a load
-#     that threads did in 0.74 s. Containers often forbid it, too.
+#   By what: four threads per rank. io_uring was slower, measured twice: a load of 1 GiB on one rank took 0.71 s, and
+#     0.65 s in the kernel's own threads, where these took 0.63 s. Containers often forbid it, too.
 # The page cache is used for a file of which most is cached, and where the system does not tell what is; where the file
 # system refuses O_DIRECT; and for what a direct read did not give, for whatever reason, so that errors are the same.
 

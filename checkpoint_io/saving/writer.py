@@ -9,13 +9,11 @@ plan assigns every file to one host. Ranges held by other hosts are sent in mess
 from __future__ import annotations
 
 import errno
-import mmap
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import LifoQueue
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -23,16 +21,15 @@ import torch.distributed as dist
 
 from booster.checkpoint_io.copy_elements import bytes_of, copy_elements, needs_no_conversion, synchronize_devices
 from booster.checkpoint_io.layout import PAGE_BYTES
-from booster.checkpoint_io.parallel import run_in_threads
 from booster.checkpoint_io.planning.save_plan import BLOCK_BYTES, SavePlan, WriteRange
 from booster.checkpoint_io.planning.slices import byte_runs, run_length, run_start
 from booster.checkpoint_io.storage import OpenFile, Storage
-from booster.comm import fake, offloaded_memory, receive, send
+from booster.comm import receive, send
 from booster.interface import TensorSlice
 from booster.kernels.checksum import crc32
-from booster.kernels.disk_io import aligned_buffer
 
 from .part import FileImage
+from .staging import STAGING, run_at_best_depth
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -149,76 +146,6 @@ class _BufferedFileWriter:
             self._file.write(buffered[last - base : stop - base], last)
 
 
-@dataclass(slots=True)
-class _Buffer:
-    memory: torch.Tensor | None = None
-    is_pinned: bool = False  # as requested: not every accelerator supports pinned memory
-
-
-class StagingBuffers:
-    """Pool of aligned buffers for threads. Memory is allocated on first use and kept.
-
-    All concurrent saves of the process share the pool, which bounds the memory.
-
-    Args:
-        count: Number of buffers.
-        num_bytes: Size of each, a multiple of `PAGE_BYTES`.
-    """
-
-    def __init__(self, count: int, num_bytes: int) -> None:
-        self.count = count
-        self.num_bytes = num_bytes
-        self._idle = LifoQueue[_Buffer]()
-        for _ in range(count):
-            self._idle.put(_Buffer())
-
-    @contextmanager
-    def borrow(self, *, is_pinned: bool = False) -> Iterator[torch.Tensor]:
-        """Borrow a buffer, waiting until one is free. A thread must not hold two.
-
-        Args:
-            is_pinned: Whether an accelerator will write into it.
-        """
-        if fake.replicas is not None:  # each thread has its own: what is kept for the process does not count
-            yield host_memory(self.num_bytes, is_pinned=is_pinned)
-            return
-        buffer = self._idle.get()
-        try:
-            if buffer.memory is None or (is_pinned and not buffer.is_pinned):
-                buffer.memory = None  # free the old memory before allocating the new one
-                buffer.memory = (
-                    host_memory(self.num_bytes, is_pinned=True) if is_pinned else aligned_buffer(self.num_bytes)
-                )
-                buffer.is_pinned = is_pinned
-            yield buffer.memory
-        finally:
-            self._idle.put(buffer)
-
-
-def host_memory(num_bytes: int, *, is_pinned: bool) -> torch.Tensor:
-    """Allocate host memory at a multiple of `PAGE_BYTES`.
-
-    Args:
-        num_bytes: Size, at least 1.
-        is_pinned: If True, pin the memory where the accelerator supports it.
-    """
-    if fake.replicas is not None:
-        with offloaded_memory():  # never a device's memory, on a host without accelerator too
-            return torch.empty(num_bytes, dtype=torch.uint8)
-    if is_pinned:
-        try:
-            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)  # page-aligned by the driver
-        except RuntimeError:  # pinned memory is unsupported or exhausted: copies are slower, but correct
-            return host_memory(num_bytes, is_pinned=False)
-    # Shared mapping: private memory would be copied on the first write after a fork.
-    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
-
-
-# Four threads keep the disk busy while some of them copy. On an idle machine a quarter of this memory would do; the
-# rest hides delays when a thread waits for a core.
-STAGING = StagingBuffers(count=4, num_bytes=8 * 2**20)
-
-
 # Note [Write jobs]
 # A job is a contiguous part of a file of about one block, split where the plan splits ranges: at a page, where the file
 # allows it. A thread takes a job, copies its elements through a staging buffer, computes the checksum and writes. While
@@ -270,7 +197,7 @@ class PartWrites:
     slices: Slices
 
 
-def write_ranges(storage: Storage, parts: Sequence[PartWrites], *, num_threads: int = STAGING.count) -> list[list[int]]:
+def write_ranges(storage: Storage, parts: Sequence[PartWrites], *, num_threads: int | None = None) -> list[list[int]]:
     """Write this rank's ranges and wait until they are on disk.
 
     Memory: the buffers of `STAGING`, for any model size. Collective: no.
@@ -278,7 +205,7 @@ def write_ranges(storage: Storage, parts: Sequence[PartWrites], *, num_threads: 
     Args:
         storage: Storage to write to.
         parts: Ranges of every part of the checkpoint: while one file is synced, the next is being written.
-        num_threads: Number of writer threads.
+        num_threads: Number of writer threads, optional; defaults to the disk's, see Note [Depth].
 
     Returns:
         By part, the crc32 of each range's bytes, in the order of its ranges.
@@ -306,7 +233,8 @@ def write_ranges(storage: Storage, parts: Sequence[PartWrites], *, num_threads: 
             buffer_writer.flush()
 
     try:
-        run_in_threads(work, jobs, min(num_threads, len(jobs)))
+        if jobs:
+            run_at_best_depth(work, jobs, storage.device_of(jobs[0].path), STAGING, num_threads)
     finally:
         for output in outputs.values():
             output.close()

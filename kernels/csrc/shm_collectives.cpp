@@ -88,18 +88,23 @@ class Collectives {
 
     int file_number() const { return segment_.file(); }
 
-    py::object all_reduce(int64_t number, uint64_t data, uint64_t count, int type, int reduction_operator) {
+    // With `only_publishes` an operation writes what it can, and is called again to complete it, before any other one;
+    // see Note [Publishing].
+    py::object all_reduce(int64_t number, uint64_t data, uint64_t count, int type, int reduction_operator,
+                          bool only_publishes) {
         const Reduction reduction = {type, type, reduction_operator, false, false};
         const uint64_t bytes = count * ELEMENT_BYTES[type];
         const CallInfo call = {ALL_REDUCE, number, static_cast<int64_t>(count), type, reduction_operator};
         if (bytes <= short_all_reduce_bytes(segment_.num_ranks())) {
-            return run(ShortAllReduce(context_, reduction, ELEMENT_BYTES[type], address(data), count), call);
+            return run(ShortAllReduce(context_, reduction, ELEMENT_BYTES[type], address(data), count), call,
+                       only_publishes);
         }
-        return run(LongAllReduce(context_, reduction, ELEMENT_BYTES[type], address(data), count), call);
+        return run(LongAllReduce(context_, reduction, ELEMENT_BYTES[type], address(data), count), call,
+                   only_publishes);
     }
 
     py::object reduce_scatter(int64_t number, uint64_t payload, uint64_t output, uint64_t shard_count, int type,
-                              int output_type, bool accumulates) {
+                              int output_type, bool accumulates, bool only_publishes) {
         const uint64_t rank_offset = static_cast<uint64_t>(rank_) * shard_count * ELEMENT_BYTES[type];
         const bool is_in_place = output == payload + rank_offset;
         const bool is_large = shard_count * ELEMENT_BYTES[output_type] >= PAST_CACHES_BYTES;
@@ -108,22 +113,24 @@ class Collectives {
         const CallInfo call = {REDUCE_SCATTER, number, total(shard_count), type, 0};
         return run(ReduceScatter(context_, reduction, ELEMENT_BYTES[type], ELEMENT_BYTES[output_type], address(payload),
                                  address(output), shard_count),
-                   call);
+                   call, only_publishes);
     }
 
-    py::object all_gather(int64_t number, uint64_t buffer, uint64_t own, uint64_t shard_bytes) {
+    py::object all_gather(int64_t number, uint64_t buffer, uint64_t own, uint64_t shard_bytes,
+                          bool only_publishes) {
         const CallInfo call = {ALL_GATHER, number, total(shard_bytes), 0, 0};
-        return run(AllGather(context_, address(buffer), address(own), shard_bytes), call);
+        return run(AllGather(context_, address(buffer), address(own), shard_bytes), call, only_publishes);
     }
 
-    py::object all_to_all(int64_t number, uint64_t output, uint64_t input, uint64_t shard_bytes) {
+    py::object all_to_all(int64_t number, uint64_t output, uint64_t input, uint64_t shard_bytes,
+                          bool only_publishes) {
         const CallInfo call = {ALL_TO_ALL, number, total(shard_bytes), 0, 0};
-        return run(AllToAll(context_, address(output), address(input), shard_bytes), call);
+        return run(AllToAll(context_, address(output), address(input), shard_bytes), call, only_publishes);
     }
 
     py::object broadcast(int64_t number, uint64_t data, uint64_t bytes, int source) {
         const CallInfo call = {BROADCAST, number, static_cast<int64_t>(bytes), 0, source};
-        return run(Broadcast(context_, address(data), bytes, source), call);
+        return run(Broadcast(context_, address(data), bytes, source), call, false);
     }
 
     // Makes all calls fail on all ranks. Takes no lock, as another thread may be within a call.
@@ -151,12 +158,16 @@ class Collectives {
     }
 
     template <class Operation>
-    py::object run(Operation&& operation, const CallInfo& call) {
+    py::object run(Operation&& operation, const CallInfo& call, bool only_publishes) {
         if (!is_usable()) throw std::runtime_error("a forked process can't take part in its parent's collectives");
         if (!has_begun_) throw std::logic_error("begin() was not called");
         try {
             py::gil_scoped_release without_gil;
-            pipeline_.run(operation, call);
+            if (only_publishes) {
+                pipeline_.publish(operation, call);
+            } else {
+                pipeline_.run(operation, call);
+            }
         } catch (const Failure& failure) {
             if (failure.is_python_error) throw py::error_already_set();
             return py::make_tuple(static_cast<int>(failure.reason), failure.rank);

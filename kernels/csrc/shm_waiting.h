@@ -73,6 +73,8 @@ class Waiter {
         num_pauses_ = CPU_COUNT(&all) >= num_ranks ? NUM_PAUSES : 0;
     }
 
+    bool is_intact() const { return segment_.header().abort_reason.load(std::memory_order_acquire) == 0; }
+
     void require_intact() const {
         const uint64_t word = segment_.header().abort_reason.load(std::memory_order_acquire);
         if (word != 0) throw Failure::unpack(word);
@@ -116,6 +118,10 @@ class Waiter {
         throw Failure::unpack(segment_.header().abort_reason.load());
     }
 
+    bool has_come(Phase phase, uint64_t step) const {
+        return reaches(word_of(phase, step).load(std::memory_order_acquire), target_of(step));
+    }
+
   private:
     std::atomic<uint32_t>& word_of(Phase phase, uint64_t step) const {
         Header& header = segment_.header();
@@ -134,10 +140,6 @@ class Waiter {
 
     // Words wrap around, so the comparison uses the difference.
     static bool reaches(uint32_t value, uint32_t target) { return static_cast<int32_t>(value - target) >= 0; }
-
-    bool has_come(Phase phase, uint64_t step) const {
-        return reaches(word_of(phase, step).load(std::memory_order_acquire), target_of(step));
-    }
 
     bool is_behind(Phase phase, uint64_t step, int rank) const {
         return !reaches(number_of(phase, rank).load(std::memory_order_relaxed), static_cast<uint32_t>(step + 1));

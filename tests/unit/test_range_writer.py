@@ -7,6 +7,7 @@ import gc
 import os
 import random
 import threading
+import time
 import zlib
 from dataclasses import replace
 
@@ -20,12 +21,11 @@ from booster.checkpoint_io.layout import MODEL, PAGE_BYTES
 from booster.checkpoint_io.planning import slices as byte_runs
 from booster.checkpoint_io.planning.save_plan import WriteRange, plan_save
 from booster.checkpoint_io.planning.slices import SliceTable
-from booster.checkpoint_io.saving import writer
+from booster.checkpoint_io.saving import staging, writer
 from booster.checkpoint_io.saving.part import safetensors_image, torch_image
+from booster.checkpoint_io.saving.staging import STAGING, StagingBuffers
 from booster.checkpoint_io.saving.writer import (
-    STAGING,
     PartWrites,
-    StagingBuffers,
     read_range,
     write_range_bytes,
     write_ranges,
@@ -376,9 +376,8 @@ def test_the_staging_memory_is_bounded_and_kept(tmp_path, monkeypatch):
         made.append(num_bytes)
         return torch.empty(num_bytes + PAGE_BYTES, dtype=torch.uint8)[:num_bytes]
 
-    staging = StagingBuffers(count=STAGING.count, num_bytes=STAGING.num_bytes)
-    monkeypatch.setattr(writer, "STAGING", staging)
-    monkeypatch.setattr("booster.checkpoint_io.saving.writer.aligned_buffer", counted)
+    monkeypatch.setattr(writer, "STAGING", StagingBuffers(count=STAGING.count, num_bytes=STAGING.num_bytes))
+    monkeypatch.setattr("booster.checkpoint_io.saving.staging.aligned_buffer", counted)
     case, _ = _float_case(tmp_path, num_bytes=64 * 2**20)
     case.create()
     for _ in range(3):
@@ -388,16 +387,65 @@ def test_the_staging_memory_is_bounded_and_kept(tmp_path, monkeypatch):
     assert sum(made) <= 64 * 2**20
 
 
+class Disk(Storage):
+    """Takes a time for each write, and so many at once; counts the writes and the largest number at once."""
+
+    def __init__(self, num_queues, seconds):
+        self._queues, self._seconds = threading.Semaphore(num_queues), seconds
+        self._lock = threading.Lock()
+        self._now = self.most = self.num_writes = 0
+
+    def write_at(self, file, data, offset):
+        with self._lock:
+            self._now += 1
+            self.num_writes += 1
+            self.most = max(self.most, self._now)
+        with self._queues:
+            time.sleep(self._seconds)
+        super().write_at(file, data, offset)
+        with self._lock:
+            self._now -= 1
+
+
+@pytest.mark.parametrize(("num_queues", "seconds", "depth"), [(16, 0.02, 8), (1, 0.01, 4)])
+def test_the_first_large_save_measures_the_disk(tmp_path, monkeypatch, num_queues, seconds, depth):
+    monkeypatch.setattr(writer, "STAGING", StagingBuffers(count=4, num_bytes=32 * PAGE_BYTES))
+    monkeypatch.setattr(writer, "BLOCK_BYTES", 16 * PAGE_BYTES)  # a write for each job at every depth
+    monkeypatch.setattr(staging, "_depth_of", {})
+    monkeypatch.setattr(staging, "_SAMPLE_BYTES", 24 * 16 * PAGE_BYTES)
+    expected = {f"t.{number}": torch.rand(16 * PAGE_BYTES // 4) for number in range(200)}
+    case = Case(tmp_path, [[TensorSlice.full(name, tensor, primary=True) for name, tensor in expected.items()]])
+    for most_at_once in (8, depth):  # while it measures, and later
+        for path, _ in case.files:
+            path.unlink(missing_ok=True)
+        case.create()
+        disk = Disk(num_queues, seconds)
+        case.check(expected, case.write(0, disk))
+        assert disk.num_writes >= 200
+        assert disk.most == most_at_once
+        assert list(staging._depth_of.values()) == [depth]
+        assert writer.STAGING.count == depth
+        assert writer.STAGING.count * writer.STAGING.num_bytes == 128 * PAGE_BYTES
+
+
+def test_a_small_save_measures_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(staging, "_depth_of", {})
+    case, expected = _float_case(tmp_path, num_bytes=64 * 2**20)
+    case.create()
+    case.check(expected, case.write(0))
+    assert staging._depth_of == {}
+
+
 def test_buffers_are_lent_to_one_thread_at_a_time():
-    staging = StagingBuffers(count=1, num_bytes=PAGE_BYTES)
+    buffers = StagingBuffers(count=1, num_bytes=PAGE_BYTES)
     waiting = threading.Event()
 
     def borrow():
         waiting.set()
-        with staging.borrow() as buffer:
+        with buffers.borrow() as buffer:
             buffer.fill_(2)
 
-    with staging.borrow() as buffer:
+    with buffers.borrow() as buffer:
         assert buffer.data_ptr() % PAGE_BYTES == 0
         other = threading.Thread(target=borrow)
         other.start()
@@ -407,7 +455,7 @@ def test_buffers_are_lent_to_one_thread_at_a_time():
         assert other.is_alive()
         assert buffer.sum() == PAGE_BYTES
     other.join()
-    with staging.borrow() as buffer:
+    with buffers.borrow() as buffer:
         assert buffer.sum() == 2 * PAGE_BYTES
 
 

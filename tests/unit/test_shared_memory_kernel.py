@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
+import time
+from functools import partial
 
 import pytest
 import torch
@@ -91,6 +94,52 @@ def test_integers_that_overflow_wrap_around():
         _reduce(memories, tensors, "sum")
         expected = torch.full((100,), torch.iinfo(dtype).max, dtype=dtype)
         assert torch.equal(tensors[0], expected + expected)
+
+
+def _run_operation(memory, rank, name, numel, number, *, is_published, sleep=0.0):
+    """Runs one of all operations on tensors of a rank, and returns its result."""
+    values = torch.randn(2 * numel, generator=torch.Generator().manual_seed(10 * number + rank))
+    output = torch.zeros(numel if name == "reduce_scatter" else 2 * numel)
+    arguments = {
+        "all_reduce": (values, "sum", number),
+        "reduce_scatter": (values, output, number),
+        "all_gather": (output, values[:numel], number),
+        "all_to_all": (output, values, number),
+    }[name]
+    if is_published:
+        getattr(memory, name)(*arguments, only_publishes=True)
+        time.sleep(sleep)
+    getattr(memory, name)(*arguments)
+    return values if name == "all_reduce" else output
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_operations_may_be_published_first(seed):
+    memories, expected = _pair(), _pair()
+    draw = random.Random(seed)
+    for number in range(1, 25):
+        name = draw.choice(["all_reduce", "reduce_scatter", "all_gather", "all_to_all"])
+        numel = draw.choice([0, 1, 1000, 2**16, 2**17 + 5, 2**19])  # a slot has 2**16
+        choices = [draw.random() < 0.6 for _ in range(2)]
+        call = partial(_run_operation, name=name, numel=numel, number=number)
+        results = _both(memories, lambda memory, rank, call=call, of=choices: call(memory, rank, is_published=of[rank]))
+        plain = _both(expected, partial(call, is_published=False))
+        assert all(torch.equal(one, other) for one, other in zip(results, plain, strict=True)), (name, numel)
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter", "all_gather", "all_to_all"])
+def test_a_rank_that_has_published_lets_no_other_wait(name):
+    memories = _pair()
+
+    def timed(memory, rank):
+        if rank == 0:
+            return _run_operation(memory, rank, name, 2**14, 1, is_published=True, sleep=1.0)
+        start = time.perf_counter()
+        _run_operation(memory, rank, name, 2**14, 1, is_published=False)
+        return time.perf_counter() - start
+
+    _, seconds = _both(memories, timed)
+    assert seconds < 0.5
 
 
 def test_what_the_front_refuses():

@@ -4,8 +4,8 @@ Note [Collective matmul]
 The tokens of all ranks are chunked at the same offsets. A chunk is a tensor of equal shards (rank, sequences, tokens,
 features); ranks with fewer tokens pad their last shard with zeros. The chunks together have as many bytes as the
 unchunked collective of `mappings`. Every chunk of a reduce-scatter is started as soon as it is computed, and all are
-waited for at the end. All-gathers prefetch one chunk. Between ranks of one host transfers through shared memory happen
-in the wait, so that nothing overlaps; the result is the same.
+waited for at the end. All-gathers prefetch one chunk. Between ranks of one host the cores copy themselves: what
+overlaps there is the wait for a rank that is behind, see Note [Pending work] in `booster.comm.shared_memory`.
 """
 
 from __future__ import annotations
