@@ -13,7 +13,7 @@ TESTS = Path(__file__).parent
 # Each part takes at most 20 minutes on two cores; conftest.py selects the cases of a part by a checksum of their names.
 NUM_PARTS = {
     **{"gemini": 2, "fsdp": 3, "zero": 2, "pipeline": 2, "hybrid": 3, "checkpoints": 6, "faults": 2, "core": 2},
-    "sweep": 4,
+    "sweep": 5,
 }
 # The first subject with a pattern that matches takes a file; "core" takes the rest.
 SUBJECTS: dict[str, tuple[str, ...]] = {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cases.sweep_refusals import DIFFERENCES, INCLUDED, REFUSALS
+from cases.sweep_refusals import DIFFERENCES, INCLUDED, REFUSALS, refusal_of
 from zoo.transformers_sweep import LEFT_OUT, NAMES, TASKS
 
 PAGE = Path(__file__).parents[1] / "docs" / "tested_models.md"
@@ -17,7 +17,9 @@ _TITLES = {
     "fsdp": "`TorchFSDPPlugin()`",
     "tp": "`HybridParallelPlugin(tp_size=2)`",
     "sp": '`sp_size=2`, `"all_to_all"`',
+    "ring_attn": '`sp_size=2`, `"ring_attn"`',
     "split_gather": '`tp_size=2`, `"split_gather"`',
+    "ring": '`tp_size=2`, `"ring"`',
     "pp": "`pp_size=2`, 2 microbatches",
 }
 _TASKS = {
@@ -48,14 +50,16 @@ def page() -> str:
         "\n| strategy, in fp32 | equal to one process | refused | differs |\n| --- | --- | --- | --- |\n",
     ]
     for strategy, title in _TITLES.items():
-        refused = sum(len(one.names.split()) for one in REFUSALS if one.strategy in (strategy, INCLUDED.get(strategy)))
+        refused = sum(refusal_of(name, strategy) is not None for name in TASKS)
         differs = sum(one.strategy == strategy for one in DIFFERENCES)
         equal = len(TASKS) - refused - differs
         parts.append(f"| {title} | {equal} | {refused} | {differs} |\n")
     parts.append("\n## What is refused, and why\n\nBy an error on all ranks, most of them in `boost`.\n")
     parts.append("\n| strategy | reason | models |\n| --- | --- | --- |\n")
     parts += [f"| {_TITLES[one.strategy]} | {one.reason} | {', '.join(one.names.split())} |\n" for one in REFUSALS]
-    parts.append(f"\n{_TITLES['split_gather']} refuses what {_TITLES['tp']} refuses as well.\n")
+    for strategy, included in INCLUDED.items():
+        others = " and ".join(_TITLES[one] for one in included)
+        parts.append(f"\n{_TITLES[strategy]} refuses what {others} refuses as well.\n")
     parts.append("\nWhat sequence parallelism over `sp_size` refuses, it may take over `tp_size`: see")
     parts.append(" [its modes](plugins/hybrid.md#sequence-parallelism).\n")
     parts.append("\n## What differs\n\n")

@@ -29,12 +29,28 @@ STRATEGIES: dict[str, dict[str, Any]] = {
             "sequence_parallelism_mode": "all_to_all",
         },
     },
+    "ring_attn": {
+        "plugin": "hybrid_parallel",
+        "plugin_arguments": {
+            "sp_size": 2,
+            "enable_sequence_parallelism": True,
+            "sequence_parallelism_mode": "ring_attn",
+        },
+    },
     "split_gather": {
         "plugin": "hybrid_parallel",
         "plugin_arguments": {
             "tp_size": 2,
             "enable_sequence_parallelism": True,
             "sequence_parallelism_mode": "split_gather",
+        },
+    },
+    "ring": {
+        "plugin": "hybrid_parallel",
+        "plugin_arguments": {
+            "tp_size": 2,
+            "enable_sequence_parallelism": True,
+            "sequence_parallelism_mode": "ring",
         },
     },
     "pp": {"plugin": "hybrid_parallel", "plugin_arguments": {"pp_size": 2, "num_microbatches": 2}},

@@ -262,8 +262,9 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
 )
 
-# A mode that divides tokens among the tensor-parallel ranks refuses what tensor parallelism refuses as well.
-INCLUDED = {"split_gather": "tp"}
+# A mode that divides tokens among the tensor-parallel ranks refuses what tensor parallelism refuses as well, and the
+# modes of an axis refuse the same models.
+INCLUDED = {"ring_attn": ("sp",), "split_gather": ("tp",), "ring": ("tp", "split_gather")}
 
 DIFFERENCES: tuple[Difference, ...] = (
     Difference(
@@ -278,7 +279,7 @@ DIFFERENCES: tuple[Difference, ...] = (
 
 def refusal_of(name: str, strategy: str) -> Refusal | None:
     """Return why a strategy refuses a model; None where it runs."""
-    strategies = (strategy, INCLUDED.get(strategy))
+    strategies = (strategy, *INCLUDED.get(strategy, ()))
     found = [one for one in REFUSALS if one.strategy in strategies and name in one.names.split()]
     assert len(found) <= 1, f"{name} under {strategy} is refused twice: {found}"
     return found[0] if found else None
