@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from booster import Booster, ConfigError, DesyncError
 from booster.comm import count_communication
 from booster.device import current_device
+from booster.kernels.shared_memory import SharedMemory
 from booster.plugins import TorchDDPPlugin
 from booster.plugins.torch_ddp.reducer import Reducer
 
@@ -415,6 +416,27 @@ def test_buffers_take_two_buckets_or_all_gradients(views):
     bucket_bytes = int(0.02 * 2**20)
     whole = sum(one.nbytes for one in parameters)
     assert found == whole if views else found <= 2 * (bucket_bytes + max(one.nbytes for one in parameters))
+
+
+@distributed(world_size=2, device="cpu")
+def test_buckets_go_through_shared_memory_from_within_the_backward():
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
+    num_bytes = sum(one.nbytes for one in model.parameters())
+    booster, model, optimizer = boosted(model, sgd(model), bucket_cap_mb=0.02)
+    all_reduce, calls = SharedMemory.all_reduce, []
+
+    def recorded(memory, tensor, *arguments, only_publishes=False):
+        calls.append((tensor.nbytes, only_publishes, torch._C._current_graph_task_id() != -1))
+        all_reduce(memory, tensor, *arguments, only_publishes=only_publishes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SharedMemory, "all_reduce", recorded)
+        booster.backward(model(ones(1, 64)).sum(), optimizer)
+        optimizer.step()
+    buckets = [num_bytes // 3] * 3  # beside them go the flags of what is used
+    assert [size for size, only_publishes, _ in calls if only_publishes] == buckets
+    assert [size for size, only_publishes, _ in calls if not only_publishes][:3] == buckets
+    assert calls[0] == (buckets[0], True, True)  # before the backward of the first layers
 
 
 @distributed(3, device="cpu")  # NCCL sums in the dtype in which they travel
