@@ -18,8 +18,7 @@ from booster.errors import CheckpointError
 from booster.interface import TensorSlice
 from booster.logger import get_dist_logger
 
-from .staging import host_memory
-from .writer import read_range
+from .writer import host_memory, read_range
 
 # The training waits for the copy, so a few threads share it: plain Python threads, because torch's intra-op threads
 # spin while they wait (see `copy_elements`).

@@ -12,7 +12,7 @@ from harness import run_ranks
 from memory_cases import BATCH, PLAN, TOKENS, VOCABULARY, LanguageModel, estimated, next_token_loss
 
 from booster import Booster
-from booster.checkpoint_io.saving import staging, writer
+from booster.checkpoint_io.saving import writer
 from booster.kernels import disk_io
 from booster.registry import plugin_from_name
 
@@ -55,7 +55,7 @@ def saved(plugin, settings, directory, *, use_async):
         booster.execute_pipeline(iter([ids]), model, next_token_loss, optimizer)
         optimizer.step()
         optimizer.zero_grad()
-        patch.setattr(writer, "STAGING", staging.StagingBuffers(writer.STAGING.count, writer.STAGING.num_bytes))
+        patch.setattr(writer, "STAGING", writer.StagingBuffers(writer.STAGING.count, writer.STAGING.num_bytes))
         host = HostMemory(patch)
         with Allocations() as allocations:
             allocations.mark("start")

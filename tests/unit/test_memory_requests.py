@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from booster import ConfigError, LazyInitContext, checkpoint_activations, estimate_memory
-from booster.checkpoint_io.saving.staging import host_memory
+from booster.checkpoint_io.saving.writer import host_memory
 from booster.comm import fake
 from booster.estimate import estimate
 from booster.estimate.allocation_tracker import AllocationTracker

@@ -21,11 +21,12 @@ from booster.checkpoint_io.layout import MODEL, PAGE_BYTES
 from booster.checkpoint_io.planning import slices as byte_runs
 from booster.checkpoint_io.planning.save_plan import WriteRange, plan_save
 from booster.checkpoint_io.planning.slices import SliceTable
-from booster.checkpoint_io.saving import staging, writer
+from booster.checkpoint_io.saving import writer
 from booster.checkpoint_io.saving.part import safetensors_image, torch_image
-from booster.checkpoint_io.saving.staging import STAGING, StagingBuffers
 from booster.checkpoint_io.saving.writer import (
+    STAGING,
     PartWrites,
+    StagingBuffers,
     read_range,
     write_range_bytes,
     write_ranges,
@@ -377,7 +378,7 @@ def test_the_staging_memory_is_bounded_and_kept(tmp_path, monkeypatch):
         return torch.empty(num_bytes + PAGE_BYTES, dtype=torch.uint8)[:num_bytes]
 
     monkeypatch.setattr(writer, "STAGING", StagingBuffers(count=STAGING.count, num_bytes=STAGING.num_bytes))
-    monkeypatch.setattr("booster.checkpoint_io.saving.staging.aligned_buffer", counted)
+    monkeypatch.setattr("booster.checkpoint_io.saving.writer.aligned_buffer", counted)
     case, _ = _float_case(tmp_path, num_bytes=64 * 2**20)
     case.create()
     for _ in range(3):
@@ -411,8 +412,8 @@ class Disk(Storage):
 def test_the_first_large_save_measures_the_disk(tmp_path, monkeypatch, num_queues, seconds, depth):
     monkeypatch.setattr(writer, "STAGING", StagingBuffers(count=4, num_bytes=32 * PAGE_BYTES))
     monkeypatch.setattr(writer, "BLOCK_BYTES", 16 * PAGE_BYTES)  # a write for each job at every depth
-    monkeypatch.setattr(staging, "_depth_of", {})
-    monkeypatch.setattr(staging, "_SAMPLE_BYTES", 24 * 16 * PAGE_BYTES)
+    monkeypatch.setattr(writer, "_depth_of", {})
+    monkeypatch.setattr(writer, "_SAMPLE_BYTES", 24 * 16 * PAGE_BYTES)
     expected = {f"t.{number}": torch.rand(16 * PAGE_BYTES // 4) for number in range(200)}
     case = Case(tmp_path, [[TensorSlice.full(name, tensor, primary=True) for name, tensor in expected.items()]])
     for most_at_once in (8, depth):  # while it measures, and later
@@ -423,17 +424,17 @@ def test_the_first_large_save_measures_the_disk(tmp_path, monkeypatch, num_queue
         case.check(expected, case.write(0, disk))
         assert disk.num_writes >= 200
         assert disk.most == most_at_once
-        assert list(staging._depth_of.values()) == [depth]
+        assert list(writer._depth_of.values()) == [depth]
         assert writer.STAGING.count == depth
         assert writer.STAGING.count * writer.STAGING.num_bytes == 128 * PAGE_BYTES
 
 
 def test_a_small_save_measures_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(staging, "_depth_of", {})
+    monkeypatch.setattr(writer, "_depth_of", {})
     case, expected = _float_case(tmp_path, num_bytes=64 * 2**20)
     case.create()
     case.check(expected, case.write(0))
-    assert staging._depth_of == {}
+    assert writer._depth_of == {}
 
 
 def test_buffers_are_lent_to_one_thread_at_a_time():
