@@ -370,9 +370,6 @@ class Storage:
 class FakeStorage(Storage):
     """Storage of a fake world: takes everything, keeps nothing, and touches no file."""
 
-    def device_of(self, path: Path) -> int:
-        return 0
-
     def open_for_writing(self, path: Path, *, direct: bool = False) -> OpenFile:
         return OpenFile(path, -1)
 

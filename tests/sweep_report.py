@@ -58,8 +58,7 @@ def page() -> str:
     parts.append("\n| strategy | reason | models |\n| --- | --- | --- |\n")
     parts += [f"| {_TITLES[one.strategy]} | {one.reason} | {', '.join(one.names.split())} |\n" for one in REFUSALS]
     for strategy, included in INCLUDED.items():
-        others = " and ".join(_TITLES[one] for one in included)
-        parts.append(f"\n{_TITLES[strategy]} refuses what {others} refuses as well.\n")
+        parts.append(f"\n{_TITLES[strategy]} refuses what {_TITLES[included]} refuses as well.\n")
     parts.append("\nWhat sequence parallelism over `sp_size` refuses, it may take over `tp_size`: see")
     parts.append(" [its modes](plugins/hybrid.md#sequence-parallelism).\n")
     parts.append("\n## What differs\n\n")

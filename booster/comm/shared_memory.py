@@ -39,10 +39,10 @@ from .fake import FakeSharedMemory, is_fake_world
 
 # Note [Pending work]
 # Shared memory moves nothing by itself: a rank has to copy. So a started operation is only queued, and runs when
-# something waits for it; but the first of a group's queue publishes what fits into the memory, so that a rank that
-# computes meanwhile lets no other wait. All ranks must run the same operations in the same order, though they may wait
-# in different orders: ranks that use different modules of a model do. So a wait first runs everything that its thread
-# has started before, on any group. So does a wait for anything else in this package: another rank may need this rank's
+# something waits for it; but the first of a group's queue publishes what fits into the memory, so that others wait less
+# for a rank that computes meanwhile. All ranks must run the same operations in the same order, though they may wait in
+# different orders: ranks that use different modules of a model do. So a wait first runs everything that its thread has
+# started before, on any group. So does a wait for anything else in this package: another rank may need this rank's
 # pending work to reach the point that this rank waits for.
 
 VARIABLE = "BOOSTER_SHARED_MEMORY"
@@ -108,13 +108,13 @@ class PendingWork:
         self.is_done = False
         self._error_context = error_context
         self._function: Callable[[], None] | None = function
-        self._publish = publish
+        self._publish_function = publish
         self._is_queued = True
         with self.lock:
             queue.pending.append(self)
             _pending.operations.append(self)
             if queue.pending[0] is self:
-                self._let_others_have_it()
+                self._publish()
 
     def wait(self) -> None:
         """Run everything that was started before it, and then itself; return at once if it has run."""
@@ -129,19 +129,19 @@ class PendingWork:
             if not self.is_done:
                 self._run()  # it has failed, and fails again
             if self._queue.pending:
-                self._queue.pending[0]._let_others_have_it()
+                self._queue.pending[0]._publish()
 
-    def _let_others_have_it(self) -> None:
-        if self._publish is not None:
-            self._publish()
-            self._publish = None
+    def _publish(self) -> None:
+        if self._publish_function is not None:
+            self._publish_function()
+            self._publish_function = None
 
     def _run(self) -> None:
         self._is_queued = False
         if self._function is not None:
             with self._error_context():
                 self._function()
-            self._function = self._publish = None  # frees its tensors
+            self._function = self._publish_function = None  # frees its tensors
             self.is_done = True
 
 

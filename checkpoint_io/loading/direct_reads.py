@@ -41,8 +41,9 @@ _DIGEST_BYTES = 32
 #     round the ranks exchange whether one has failed. By then all have published this round, and none uses the blocks
 #     of the round before any more.
 #   Checksums: each rank sums up what it has read, if all need the same ranges, and they exchange the sums.
-#   By what: four threads per rank. io_uring was slower, measured twice: a load of 1 GiB on one rank took 0.71 s, and
-#     0.65 s in the kernel's own threads, where these took 0.63 s. Containers often forbid it, too.
+#   By what: four threads per rank. io_uring was slower: loads of 1 GiB on one rank took 0.71 and 0.78 s, where these
+#     took 0.63 and 0.64 s; with the kernel's own threads 0.61 and 0.65 s beside 0.54 and 0.62 s. Containers often
+#     forbid it, too.
 # The page cache is used for a file of which most is cached, and where the system does not tell what is; where the file
 # system refuses O_DIRECT; and for what a direct read did not give, for whatever reason, so that errors are the same.
 

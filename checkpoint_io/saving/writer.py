@@ -5,7 +5,7 @@ Transfer of shards to writer ranks on other hosts: a file on a shared file syste
 Network file systems cache pages per host, so two hosts that write into one page of a file lose each other's bytes. The
 plan assigns every file to one host. Ranges held by other hosts are sent in messages of at most one staging buffer.
 
-Note [Depth]
+Note [Queue depth]
 How many writes a disk needs in flight, and of which size, differs between disks: a local one has its full speed with
 four writes of 8 MiB, one behind a network or many together need more. So the first large save to a disk writes a part
 of its bytes with each number of threads, and the rest, as all later saves of the process, with the fastest. The memory
@@ -157,24 +157,10 @@ class _BufferedFileWriter:
             self._file.write(buffered[last - base : stop - base], last)
 
 
-_DEPTHS = (2, 4, 8)  # numbers of threads
-_SAMPLE_BYTES = 384 * 2**20  # that are written with each
-_LEAST_GAIN = 1.1  # of another depth than the default
-
-
 @dataclass(slots=True)
 class _Buffer:
     memory: torch.Tensor | None = None
     is_pinned: bool = False  # as requested: not every accelerator supports pinned memory
-
-
-class _Pool:
-    def __init__(self, count: int, num_bytes: int) -> None:
-        self.count = count
-        self.num_bytes = num_bytes
-        self.idle = LifoQueue[_Buffer]()
-        for _ in range(count):
-            self.idle.put(_Buffer())
 
 
 class StagingBuffers:
@@ -185,30 +171,14 @@ class StagingBuffers:
     Args:
         count: Number of buffers.
         num_bytes: Size of each, a multiple of `PAGE_BYTES`.
-
-    Attributes:
-        default_count: Number of buffers where nothing is known of the disk.
     """
 
     def __init__(self, count: int, num_bytes: int) -> None:
-        self.default_count = count
-        self._total = count * num_bytes
-        self._pool = _Pool(count, num_bytes)
-
-    @property
-    def count(self) -> int:
-        """Number of buffers."""
-        return self._pool.count
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of each."""
-        return self._pool.num_bytes
-
-    def set_count(self, count: int) -> None:
-        """Divide the pool's memory into this number of buffers; those that are borrowed now are freed when returned."""
-        if count != self.count:
-            self._pool = _Pool(count, self._total // count // PAGE_BYTES * PAGE_BYTES)
+        self.count = count
+        self.num_bytes = num_bytes
+        self._idle = LifoQueue[_Buffer]()
+        for _ in range(count):
+            self._idle.put(_Buffer())
 
     @contextmanager
     def borrow(self, *, is_pinned: bool = False) -> Iterator[torch.Tensor]:
@@ -217,21 +187,20 @@ class StagingBuffers:
         Args:
             is_pinned: Whether an accelerator will write into it.
         """
-        pool = self._pool
         if fake.replicas is not None:  # each thread has its own: what is kept for the process does not count
-            yield host_memory(pool.num_bytes, is_pinned=is_pinned)
+            yield host_memory(self.num_bytes, is_pinned=is_pinned)
             return
-        buffer = pool.idle.get()
+        buffer = self._idle.get()
         try:
             if buffer.memory is None or (is_pinned and not buffer.is_pinned):
                 buffer.memory = None  # free the old memory before allocating the new one
                 buffer.memory = (
-                    host_memory(pool.num_bytes, is_pinned=True) if is_pinned else aligned_buffer(pool.num_bytes)
+                    host_memory(self.num_bytes, is_pinned=True) if is_pinned else aligned_buffer(self.num_bytes)
                 )
                 buffer.is_pinned = is_pinned
             yield buffer.memory
         finally:
-            pool.idle.put(buffer)
+            self._idle.put(buffer)
 
 
 def host_memory(num_bytes: int, *, is_pinned: bool) -> torch.Tensor:
@@ -255,8 +224,12 @@ def host_memory(num_bytes: int, *, is_pinned: bool) -> torch.Tensor:
 
 # Four threads keep the disk busy while some of them copy. On an idle machine a quarter of this memory would do; the
 # rest hides delays when a thread waits for a core.
-STAGING = StagingBuffers(count=4, num_bytes=8 * 2**20)
+_DEFAULT_DEPTH = 4
+_staging = StagingBuffers(count=_DEFAULT_DEPTH, num_bytes=8 * 2**20)
 
+_DEPTHS = (2, 4, 8)  # numbers of threads
+_SAMPLE_BYTES = 384 * 2**20  # that are written with each
+_LEAST_GAIN = 1.1  # of another depth than the default
 _depth_of: dict[int, int] = {}  # by the number of the file system's device
 _measuring = threading.Lock()
 
@@ -315,12 +288,12 @@ class PartWrites:
 def write_ranges(storage: Storage, parts: Sequence[PartWrites], *, num_threads: int | None = None) -> list[list[int]]:
     """Write this rank's ranges and wait until they are on disk.
 
-    Memory: the buffers of `STAGING`, for any model size. Collective: no.
+    Memory: the buffers of `_staging`, for any model size. Collective: no.
 
     Args:
         storage: Storage to write to.
         parts: Ranges of every part of the checkpoint: while one file is synced, the next is being written.
-        num_threads: Number of writer threads, optional; defaults to the disk's, see Note [Depth].
+        num_threads: Number of writer threads, optional; defaults to the disk's, see Note [Queue depth].
 
     Returns:
         By part, the crc32 of each range's bytes, in the order of its ranges.
@@ -341,7 +314,7 @@ def write_ranges(storage: Storage, parts: Sequence[PartWrites], *, num_threads: 
 
     def work(job: _WriteJob) -> None:
         output = outputs[job.path]
-        with output.job(), STAGING.borrow(is_pinned=is_pinned) as buffer:
+        with output.job(), _staging.borrow(is_pinned=is_pinned) as buffer:
             buffer_writer = _BufferedFileWriter(output, buffer)
             for write in job.writes:
                 job.checksums[write.index] = _write_range(output, buffer_writer, job.image, write)
@@ -349,10 +322,10 @@ def write_ranges(storage: Storage, parts: Sequence[PartWrites], *, num_threads: 
 
     try:
         is_large = sum(job.num_bytes for job in jobs) >= 2 * _SAMPLE_BYTES * len(_DEPTHS)
-        if num_threads is None and (is_large or (jobs and _depth_of)):
+        if num_threads is None and fake.replicas is None and (is_large or (jobs and _depth_of)):
             _run_at_best_depth(work, jobs, storage.device_of(jobs[0].path), measures=is_large)
         else:
-            run_in_threads(work, jobs, min(num_threads or STAGING.default_count, len(jobs)))
+            run_in_threads(work, jobs, min(num_threads or _staging.count, len(jobs)))
     finally:
         for output in outputs.values():
             output.close()
@@ -362,22 +335,32 @@ def write_ranges(storage: Storage, parts: Sequence[PartWrites], *, num_threads: 
 def _run_at_best_depth(
     work: Callable[[_WriteJob], None], jobs: Sequence[_WriteJob], device: int, *, measures: bool
 ) -> None:
-    """Run write jobs in as many threads as the disk needs; see Note [Depth]. Raises as `run_in_threads` does.
+    """Run write jobs in as many threads as the disk needs; see Note [Queue depth]. Raises as `run_in_threads` does.
 
     Args:
-        work: Function that runs one job and borrows one buffer of `STAGING` for it.
+        work: Function that runs one job and borrows one staging buffer for it.
         jobs: Jobs, at least one.
         device: Number of the device that is written to.
         measures: Whether there are enough bytes to measure a disk that is unknown.
     """
-    if measures and device not in _depth_of and fake.replicas is None and _measuring.acquire(blocking=False):
+    if measures and device not in _depth_of and _measuring.acquire(blocking=False):
         try:
             jobs = _measure_depth(work, jobs, device)
         finally:
+            _use_depth(_DEFAULT_DEPTH)  # a failure leaves no other one
             _measuring.release()
-    depth = _depth_of.get(device, STAGING.default_count)
-    STAGING.set_count(depth)
+    depth = _depth_of.get(device, _DEFAULT_DEPTH)
+    _use_depth(depth)
     run_in_threads(work, jobs, min(depth, len(jobs)))
+
+
+def _use_depth(count: int) -> None:
+    """Divide the staging memory into this number of buffers; those that are borrowed now are freed when returned."""
+    global _staging
+    staging = _staging
+    if count != staging.count:
+        num_bytes = staging.count * staging.num_bytes // count
+        _staging = StagingBuffers(count, num_bytes // PAGE_BYTES * PAGE_BYTES)
 
 
 def _measure_depth(work: Callable[[_WriteJob], None], jobs: Sequence[_WriteJob], device: int) -> Sequence[_WriteJob]:
@@ -387,12 +370,12 @@ def _measure_depth(work: Callable[[_WriteJob], None], jobs: Sequence[_WriteJob],
         ends = accumulate(job.num_bytes for job in jobs)
         count = 1 + next(index for index, end in enumerate(ends) if end >= _SAMPLE_BYTES)
         sample, jobs = jobs[:count], jobs[count:]
-        STAGING.set_count(depth)
+        _use_depth(depth)
         start = time.perf_counter()
         run_in_threads(work, sample, depth)
         speeds[depth] = sum(job.num_bytes for job in sample) / (time.perf_counter() - start)
-    fastest, default = max(speeds, key=speeds.__getitem__), STAGING.default_count
-    _depth_of[device] = fastest if speeds[fastest] >= _LEAST_GAIN * speeds[default] else default
+    fastest = max(speeds, key=speeds.__getitem__)
+    _depth_of[device] = fastest if speeds[fastest] >= _LEAST_GAIN * speeds[_DEFAULT_DEPTH] else _DEFAULT_DEPTH
     return jobs
 
 

@@ -55,9 +55,9 @@ class Pipeline {
     void fill(Operation& operation, const CallInfo& call, uint64_t end, bool waits) {
         for (; num_filled_ < end; ++num_filled_) {
             const uint64_t step = next_step_ + num_filled_;
-            if (step >= NUM_PARITIES) {
-                if (waits) waiter_.await(CONSUMED, step - NUM_PARITIES);
-                else if (!waiter_.has_come(CONSUMED, step - NUM_PARITIES)) return;
+            if (step >= NUM_PARITIES && !waiter_.has_come(CONSUMED, step - NUM_PARITIES)) {
+                if (!waits) return;
+                waiter_.await(CONSUMED, step - NUM_PARITIES);
             }
             if (num_filled_ == 0) segment_.rank_state(rank_).at[step % NUM_PARITIES].call = call;
             operation.fill(num_filled_, segment_.slot(rank_, step));

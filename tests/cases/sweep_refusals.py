@@ -264,7 +264,7 @@ REFUSALS: tuple[Refusal, ...] = (
 
 # A mode that divides tokens among the tensor-parallel ranks refuses what tensor parallelism refuses as well, and the
 # modes of an axis refuse the same models.
-INCLUDED = {"ring_attn": ("sp",), "split_gather": ("tp",), "ring": ("tp", "split_gather")}
+INCLUDED = {"ring_attn": "sp", "split_gather": "tp", "ring": "split_gather"}
 
 DIFFERENCES: tuple[Difference, ...] = (
     Difference(
@@ -279,7 +279,9 @@ DIFFERENCES: tuple[Difference, ...] = (
 
 def refusal_of(name: str, strategy: str) -> Refusal | None:
     """Return why a strategy refuses a model; None where it runs."""
-    strategies = (strategy, *INCLUDED.get(strategy, ()))
+    strategies = [strategy]
+    while strategies[-1] in INCLUDED:
+        strategies.append(INCLUDED[strategies[-1]])
     found = [one for one in REFUSALS if one.strategy in strategies and name in one.names.split()]
     assert len(found) <= 1, f"{name} under {strategy} is refused twice: {found}"
     return found[0] if found else None

@@ -124,14 +124,13 @@ def test_a_save_opens_in_transformers(tmp_path, model):
         assert torch.equal(tensor, weights[name]), name
 
 
-# Without those that boost or the first batch refuses: experts need whole sequences, and sequences on an axis of their
-# own an attention that can be exchanged.
+# Without those that boost or the first batch refuses: sequences on an axis of their own need an attention that can be
+# exchanged.
 GRID = [
     (layout, model)
     for layout in LAYOUTS
     for model in FAMILIES
-    if not (model == "mixtral" and layout.startswith(("split_gather", "ring ")))
-    and not (model in OWN_ATTENTION and layout in ON_OWN_AXIS)
+    if not (model in OWN_ATTENTION and layout in ON_OWN_AXIS)
 ]
 
 

@@ -55,7 +55,7 @@ def saved(plugin, settings, directory, *, use_async):
         booster.execute_pipeline(iter([ids]), model, next_token_loss, optimizer)
         optimizer.step()
         optimizer.zero_grad()
-        patch.setattr(writer, "STAGING", writer.StagingBuffers(writer.STAGING.count, writer.STAGING.num_bytes))
+        patch.setattr(writer, "_staging", writer.StagingBuffers(writer._staging.count, writer._staging.num_bytes))
         host = HostMemory(patch)
         with Allocations() as allocations:
             allocations.mark("start")

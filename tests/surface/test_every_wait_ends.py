@@ -113,7 +113,7 @@ ALLOWED = {
         "self._async.wait": SAVES,
     },
     "checkpoint_io/saving/writer.py": {
-        "pool.idle.get": OWN_THREADS,
+        "self._idle.get": OWN_THREADS,
     },
     "checkpoint_io/parallel.py": {
         "pool.shutdown": OWN_THREADS,

@@ -7,7 +7,6 @@ import gc
 import os
 import random
 import threading
-import time
 import zlib
 from dataclasses import replace
 
@@ -24,7 +23,6 @@ from booster.checkpoint_io.planning.slices import SliceTable
 from booster.checkpoint_io.saving import writer
 from booster.checkpoint_io.saving.part import safetensors_image, torch_image
 from booster.checkpoint_io.saving.writer import (
-    STAGING,
     PartWrites,
     StagingBuffers,
     read_range,
@@ -211,7 +209,7 @@ def _random_case(directory, seed, suffix):
 
 def _small_buffers(monkeypatch):
     """Makes everything small, so that small tensors meet every edge."""
-    monkeypatch.setattr(writer, "STAGING", StagingBuffers(count=3, num_bytes=2 * PAGE_BYTES))
+    monkeypatch.setattr(writer, "_staging", StagingBuffers(count=3, num_bytes=2 * PAGE_BYTES))
     monkeypatch.setattr(writer, "_MIN_DIRECT_BYTES", 1)
 
 
@@ -310,7 +308,7 @@ def _num_descriptors():
 
 
 def test_a_failure_at_any_operation_is_raised_and_leaves_nothing_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, "STAGING", StagingBuffers(count=4, num_bytes=64 * PAGE_BYTES))
+    monkeypatch.setattr(writer, "_staging", StagingBuffers(count=4, num_bytes=64 * PAGE_BYTES))
     case, _ = _float_case(tmp_path, num_files=4)
     case.create()
     complete = Recording(threads=2)
@@ -325,7 +323,7 @@ def test_a_failure_at_any_operation_is_raised_and_leaves_nothing_behind(tmp_path
                 case.write(0, storage)
             assert all(file.descriptor == -1 for file in storage.opened)
             # Each thread may have had one more in hand.
-            assert len(storage.operations) <= index + STAGING.count + 1
+            assert len(storage.operations) <= index + writer._staging.count + 1
     assert threading.active_count() == threads
     assert _num_descriptors() == descriptors
 
@@ -377,56 +375,69 @@ def test_the_staging_memory_is_bounded_and_kept(tmp_path, monkeypatch):
         made.append(num_bytes)
         return torch.empty(num_bytes + PAGE_BYTES, dtype=torch.uint8)[:num_bytes]
 
-    monkeypatch.setattr(writer, "STAGING", StagingBuffers(count=STAGING.count, num_bytes=STAGING.num_bytes))
+    monkeypatch.setattr(
+        writer, "_staging", StagingBuffers(count=writer._staging.count, num_bytes=writer._staging.num_bytes)
+    )
     monkeypatch.setattr("booster.checkpoint_io.saving.writer.aligned_buffer", counted)
     case, _ = _float_case(tmp_path, num_bytes=64 * 2**20)
     case.create()
     for _ in range(3):
         # Memory that starts at no page can't go past the cache: said by the system, and then it goes through it.
         case.write(0, num_threads=9)
-    assert 1 <= len(made) <= STAGING.count
+    assert 1 <= len(made) <= writer._staging.count
     assert sum(made) <= 64 * 2**20
 
 
 class Disk(Storage):
-    """Takes a time for each write, and so many at once; counts the writes and the largest number at once."""
+    """Takes a second for each write, on its own clock, but does so many at once; notes the number of threads."""
 
-    def __init__(self, num_queues, seconds):
-        self._queues, self._seconds = threading.Semaphore(num_queues), seconds
+    def __init__(self, num_queues):
+        self.num_queues = num_queues
+        self.seconds = 0.0
+        self.depths = set()
         self._lock = threading.Lock()
-        self._now = self.most = self.num_writes = 0
+
+    def perf_counter(self):
+        return self.seconds
 
     def write_at(self, file, data, offset):
         with self._lock:
-            self._now += 1
-            self.num_writes += 1
-            self.most = max(self.most, self._now)
-        with self._queues:
-            time.sleep(self._seconds)
+            depth = writer._staging.count
+            self.depths.add(depth)
+            self.seconds += 1 / min(depth, self.num_queues)
         super().write_at(file, data, offset)
-        with self._lock:
-            self._now -= 1
 
 
-@pytest.mark.parametrize(("num_queues", "seconds", "depth"), [(16, 0.02, 8), (1, 0.01, 4)])
-def test_the_first_large_save_measures_the_disk(tmp_path, monkeypatch, num_queues, seconds, depth):
-    monkeypatch.setattr(writer, "STAGING", StagingBuffers(count=4, num_bytes=32 * PAGE_BYTES))
+@pytest.mark.parametrize(("num_queues", "depth"), [(16, 8), (4, 4), (1, 4)])
+def test_the_first_large_save_measures_the_disk(tmp_path, monkeypatch, num_queues, depth):
+    monkeypatch.setattr(writer, "_staging", StagingBuffers(count=4, num_bytes=32 * PAGE_BYTES))
     monkeypatch.setattr(writer, "BLOCK_BYTES", 16 * PAGE_BYTES)  # a write for each job at every depth
     monkeypatch.setattr(writer, "_depth_of", {})
     monkeypatch.setattr(writer, "_SAMPLE_BYTES", 24 * 16 * PAGE_BYTES)
     expected = {f"t.{number}": torch.rand(16 * PAGE_BYTES // 4) for number in range(200)}
     case = Case(tmp_path, [[TensorSlice.full(name, tensor, primary=True) for name, tensor in expected.items()]])
-    for most_at_once in (8, depth):  # while it measures, and later
+    for depths in ({2, 4, 8}, {depth}):  # while it measures, and later
         for path, _ in case.files:
             path.unlink(missing_ok=True)
         case.create()
-        disk = Disk(num_queues, seconds)
+        disk = Disk(num_queues)
+        monkeypatch.setattr(writer, "time", disk)
         case.check(expected, case.write(0, disk))
-        assert disk.num_writes >= 200
-        assert disk.most == most_at_once
+        assert disk.depths == depths
         assert list(writer._depth_of.values()) == [depth]
-        assert writer.STAGING.count == depth
-        assert writer.STAGING.count * writer.STAGING.num_bytes == 128 * PAGE_BYTES
+        assert writer._staging.count * writer._staging.num_bytes == 128 * PAGE_BYTES
+
+
+def test_a_failure_while_the_disk_is_measured_leaves_the_default(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "_staging", StagingBuffers(count=4, num_bytes=2 * PAGE_BYTES))
+    monkeypatch.setattr(writer, "_depth_of", {})
+    monkeypatch.setattr(writer, "_SAMPLE_BYTES", 2**20)
+    case, _ = _float_case(tmp_path, num_bytes=8 * 2**20)
+    case.create()
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        case.write(0, Recording(fail_at=5, code=errno.EIO))
+    assert writer._depth_of == {}
+    assert writer._staging.count == 4
 
 
 def test_a_small_save_measures_nothing(tmp_path, monkeypatch):
