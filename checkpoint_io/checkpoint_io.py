@@ -141,19 +141,16 @@ class GeneralCheckpointIO(CheckpointIO):
         Raises:
             CheckpointError: See `CheckpointIO.save_model`.
         """
-        action = "saving the adapters"
         model.require_equal_copies()
-        target = self.ranks.run_on_all_ranks(
-            lambda: save_target(checkpoint, ADAPTER, shard=True, size_per_shard="1TB"), action
-        )
-        self._save(
-            lambda: [
+
+        def parts() -> list[CheckpointPart]:
+            target = save_target(checkpoint, ADAPTER, shard=True, size_per_shard="1TB")
+            return [
                 CheckpointPart(target=target, slices=one.slices, folder=folder, documents=one.documents)
                 for folder, one in prepare().items()
-            ],
-            action,
-            use_async,
-        )
+            ]
+
+        self._save(parts, "saving the adapters", use_async)
 
     def save_optimizer(
         self,
@@ -187,8 +184,7 @@ class GeneralCheckpointIO(CheckpointIO):
             ),
             action,
         )
-        values = self.ranks.run_on_all_ranks(lambda: optimizer_values(wrapped), action)
-        self._save(lambda: [optimizer_part(wrapped, target, values)], action, use_async)
+        self._save(lambda: [optimizer_part(wrapped, target, optimizer_values(wrapped))], action, use_async)
 
     def load_optimizer(
         self,
@@ -224,7 +220,7 @@ class GeneralCheckpointIO(CheckpointIO):
             if self.ranks.rank != 0:
                 return
             with (
-                explain_missing_parents(self.storage, path, "saving the LR scheduler"),
+                explain_missing_parents(self.storage, path, f"saving the LR scheduler to {path}"),
                 replaced_file(self.storage, path) as new_path,
             ):
                 self.storage.write_file(new_path, json_bytes(document))
@@ -284,9 +280,8 @@ class GeneralCheckpointIO(CheckpointIO):
         self.saver.wait()
 
     def _save(self, prepare: Callable[[], list[CheckpointPart]], action: str, use_async: bool) -> None:
-        parts = self.ranks.run_on_all_ranks(prepare, action)
-        request = SaveRequest(parts=parts, metadata=save_metadata(self.ranks.size), action=action)
-        self.saver.save(request, use_async=use_async)
+        metadata = save_metadata(self.ranks.size)
+        self.saver.save(lambda: SaveRequest(parts=prepare(), metadata=metadata), action, use_async=use_async)
 
 
 # A boosted optimizer's states are named after the model's parameters. A plain optimizer has names only if it was built

@@ -383,7 +383,7 @@ class Transaction:
         assert temporary is not None, "commit() comes after begin()"
         with _explain_rename_errors(target):
             if self.is_inside:
-                with _hold_lock(storage, target):
+                with _hold_lock(storage, target), storage.free_space_later():
                     publish(storage, temporary, target, is_stale=is_stale)
             elif self._is_directory:
                 _, folders = names_in(storage, temporary)
@@ -394,8 +394,9 @@ class Transaction:
             else:
                 if names_in(storage, temporary) != ([target.name], []):
                     raise CheckpointError(f"{temporary} has files besides {target.name}: another process wrote into it")
-                storage.replace(temporary / target.name, target)  # the commit point
-                storage.sync_path(target.parent)
+                with storage.free_space_later():
+                    storage.replace(temporary / target.name, target)  # the commit point
+                    storage.sync_path(target.parent)
         self.abort()
 
     def abort(self) -> None:
@@ -482,7 +483,7 @@ def remove_checkpoint(storage: Storage, directory: Path) -> None:
     if kind != "directory":
         raise CheckpointError(f"{directory} is not a directory, and only directories are removed: check the path")
     removed = directory.parent / f".{directory.name[:_MAX_NAME]}.removed-{uuid4().hex}"
-    with _explain_rename_errors(directory), _hold_lock(storage, directory):
+    with _explain_rename_errors(directory), _hold_lock(storage, directory), storage.free_space_later():
         storage.rename_new(directory, removed)
         storage.sync_path(directory.parent)
         storage.remove_tree(removed)

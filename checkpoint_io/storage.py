@@ -10,7 +10,9 @@ import os
 import shutil
 import stat
 import sys
-from contextlib import contextmanager
+import threading
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,11 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
+# Note [Freed space]
+# ext4 takes 0.2 s to free the blocks of 1 GiB, within the call that removes the last name of a file, or replaces it,
+# and an fsync meanwhile waits for that. So a commit opens large files before it removes them, and a thread closes them
+# after it, which frees the blocks. The names are gone at once, as before; if the process ends, the system closes them.
+
 # Every modifying method under "Writing" is one operation: it completes or raises. Effects that do not go through a
 # method of `self` are invisible to subclasses. The tests' storages record, fail and replay exactly these methods, so a
 # new method must be added to them as well. No other module opens, creates, renames or removes files.
@@ -34,6 +41,9 @@ _MAX_CALL_BYTES = 2**30  # Linux moves 2 GiB less a page in one call, macOS 2 Gi
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
+_FREEING = "booster-free-space"  # name of the threads
+_LARGE_BYTES = 16 * 2**20
+_held: ContextVar[list[int] | None] = ContextVar("held", default=None)  # descriptors of removed files
 _NUM_SAMPLES = 16
 _SAMPLE_BYTES = 2**20
 _NOT_FOUND = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
@@ -182,15 +192,47 @@ class Storage:
 
     def replace(self, source: Path, target: Path) -> None:
         """Rename a file or directory atomically; an existing file is replaced."""
+        _hold_if_large(target)
         os.replace(source, target)
 
     def remove(self, path: Path) -> None:
         """Remove a file or a symbolic link."""
+        _hold_if_large(path)
         path.unlink()
 
     def remove_tree(self, path: Path) -> None:
         """Remove a directory recursively; neither atomic nor in a defined order."""
-        shutil.rmtree(path)
+        for file in path.rglob("*"):
+            _hold_if_large(file)
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            held = _held.get()
+            if error.errno not in (errno.ENOTEMPTY, errno.EBUSY) or not held:
+                raise
+            _close_all(held)  # on NFS an open file keeps a name in its directory
+            shutil.rmtree(path)
+
+    @contextmanager
+    def free_space_later(self) -> Iterator[None]:
+        """Context in which removed files keep their space, which a thread frees after it; see Note [Freed space]."""
+        held: list[int] = []
+        token = _held.set(held)
+        try:
+            yield
+        finally:
+            _held.reset(token)
+            if held:
+                thread = threading.Thread(target=_close_all, args=(held,), name=_FREEING, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # the interpreter is exiting
+                    _close_all(held)
+
+    def wait_for_freed_space(self) -> None:
+        """Wait until the space of removed files is free."""
+        for thread in [thread for thread in threading.enumerate() if thread.name == _FREEING]:
+            thread.join()
 
     def lock(self, path: Path) -> int | None:
         """Lock a file or directory until the descriptor is closed; return None if another process holds the lock."""
@@ -381,6 +423,22 @@ class FakeStorage(Storage):
 
     def free_bytes(self, path: Path) -> int:
         return sys.maxsize
+
+
+def _hold_if_large(path: Path) -> None:
+    """Within `free_space_later`, open a large file that is about to be removed."""
+    held = _held.get()
+    if held is None:
+        return
+    with suppress(OSError):  # not a readable file: it is removed as usual
+        status = os.lstat(path)
+        if stat.S_ISREG(status.st_mode) and status.st_size >= _LARGE_BYTES:
+            held.append(os.open(path, os.O_RDONLY | os.O_NONBLOCK | _NOFOLLOW))
+
+
+def _close_all(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())
 
 
 @contextmanager

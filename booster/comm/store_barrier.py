@@ -40,6 +40,7 @@ from .shared_memory import flush_pending
 _CHUNK_BYTES = 4 * 2**20  # TCPStore takes no value above 8 MiB
 _MAX_TEXT = 4000
 _FIRST_PAUSE, _LAST_PAUSE = 0.0002, 0.02
+_PAUSE_SHARE = 1 / 16  # of the time waited so far: what a rank waits too long
 _ANSWER_SECONDS = 10.0  # timeout of a store call; a host may pause for a while
 _ALIVE_CHECK_SECONDS = 1.0  # between checks of whether missing ranks are alive
 _RANKS_AT_LAST_PAUSE = 64  # a larger world polls less often, so that its store serves as many requests a second
@@ -191,7 +192,7 @@ class BarrierRound:
         """Return whether the keys appeared before `or_key`; write the verdict if they will not appear."""
         began = time.monotonic()
         deadline, next_check = began + self._timeout_seconds, began + _ALIVE_CHECK_SECONDS
-        pause, last_pause = _FIRST_PAUSE, _LAST_PAUSE * max(1.0, self._size / _RANKS_AT_LAST_PAUSE)
+        scale = max(1.0, self._size / _RANKS_AT_LAST_PAUSE)
         while not self._store.check(list(keys)):
             if or_key is not None and self._store.check([or_key]):
                 return False
@@ -208,8 +209,8 @@ class BarrierRound:
                 late = f"within {self._timeout_seconds:g} s"
                 self._write_outcome(self._timeout_error(self._missing() or [0], late))
                 return False
+            pause = scale * min(max(_FIRST_PAUSE, _PAUSE_SHARE * (now - began)), _LAST_PAUSE)
             time.sleep(min(pause, deadline - now))
-            pause = min(2 * pause, last_pause)
         return True
 
     def _missing(self) -> list[int]:

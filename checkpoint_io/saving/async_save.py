@@ -177,7 +177,7 @@ class AsyncSaves:
         """Stage what is to be written and return; the write runs in the background, after all previous saves.
 
         Args:
-            stage: Copies into the arena and returns the background job.
+            stage: Copies into the arena and returns the background job; a copy that fails is a failure of the job.
             action: Description of the operation for messages.
         """
         with self._changed:
@@ -188,7 +188,7 @@ class AsyncSaves:
                 self._changed.wait_for(lambda: bool(self._free))
                 arena = self._free.pop(0)  # FIFO: with alternating saves, each reuses an arena of its own size
         try:
-            job = self._ranks.run_on_all_ranks(lambda: stage(arena), action)
+            job = stage(arena)
         except BaseException:
             self._release_arena(arena)
             raise
@@ -198,17 +198,19 @@ class AsyncSaves:
                 self._thread = threading.Thread(target=self._run_jobs, name="booster-async-save", daemon=False)
                 self._thread.start()
 
+    def has_failed(self) -> bool:
+        """Return whether a save failed on this rank that has not been raised yet."""
+        with self._changed:
+            return bool(self._failures)
+
     def raise_failures(self) -> None:
         """Raise on every rank if a background save failed on any rank. Collective.
 
         A rank whose own save is still in flight waits for it before it raises.
         """
-        with self._changed:
-            failed = bool(self._failures)
+        failure = CheckpointError("a save in the background failed") if self.has_failed() else None
         try:
-            raise_on_all_ranks(
-                CheckpointError("a save in the background failed") if failed else None, self._ranks.group
-            )
+            raise_on_all_ranks(failure, self._ranks.group)
         except CheckpointError:
             with self._changed:
                 self._changed.wait_for(lambda: self._thread is None)

@@ -7,7 +7,7 @@ import struct
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -30,8 +30,9 @@ from booster.comm import (
     check_same_across_ranks,
     fake,
     new_cpu_group,
+    raise_on_all_ranks,
 )
-from booster.errors import CheckpointError
+from booster.errors import BoosterError, CheckpointError
 from booster.fault_tolerance.progress import Phase
 from booster.interface import TensorSlice
 from booster.logger import get_dist_logger
@@ -54,7 +55,6 @@ class SaveRequest:
         is_stale: Predicate: a file of this name, relative to the target, is a leftover of the replaced save.
         is_related: Predicate: a save to this sibling name belongs to the same run; see `Transaction`.
         after_commit: Called on rank 0 after the commit.
-        action: Description of the operation for messages.
     """
 
     parts: Sequence[CheckpointPart]
@@ -64,7 +64,6 @@ class SaveRequest:
     is_stale: Callable[[str], bool] | None = None
     is_related: Callable[[str], bool] | None = None
     after_commit: Callable[[], None] | None = None
-    action: str = "saving"
 
     @property
     def target(self) -> SaveTarget:
@@ -72,16 +71,44 @@ class SaveRequest:
         return self.parts[0].target
 
 
-# Every rank sends a fingerprint: request, digest of its slice table, and host. If all fingerprints equal those of an
-# earlier save, its plan is reused and the slice tables are not exchanged. All ranks see the same fingerprints and have
-# made the same saves, so the cache hits on all ranks or on none.
+# Note [Agreement]
+# Every rank proposes the plan of its last save with these options and this slice table, and checks that it can be
+# written. Then one exchange decides: each rank sends a fingerprint, that is the request, the digest of its slice table,
+# its host, and the number of the proposed plan or that it failed. All ranks see the same fingerprints and have made the
+# same saves, so they decide alike: if the fingerprints are those of the save before, its plan holds, and an
+# asynchronous save has nothing more to agree on before its tensors may change. Otherwise the slice tables are
+# exchanged. That a rank could not copy its tensors is raised, as all failures of the background, by the next call.
 
 _MAX_CACHED_PLANS = 2  # a model and an optimizer, saved alternately
-_FINGERPRINT = struct.Struct("16s 32s 32s 8s")  # name of the save, digests of request, tables and host
+_FINGERPRINT = struct.Struct("16s 32s 32s 8s B")  # name of the save, digests of request, tables and host, proposal
+_NO_PLAN, _FAILED = 254, 255  # instead of the number of a proposed plan
 _NUM_THREADS = 4
 
 Plans = list[tuple[SavePlan, Images]]
 Key = tuple[tuple[str, ...], tuple[bytes, ...], tuple[int, ...]]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Proposal:
+    """What this rank knows of a save before the exchange; see Note [Agreement].
+
+    Attributes:
+        request: Content and target.
+        options: Description of the targets, equal on all ranks that make the same save.
+        tables: Slice table of every part.
+        encoded: The same as bytes.
+        digest: Digest of these.
+        planned: Parts by the proposed plan, or None.
+        plan: Number of the proposed plan in the cache, or `_NO_PLAN`.
+    """
+
+    request: SaveRequest
+    options: tuple[str, ...]
+    tables: list[SliceTable]
+    encoded: list[bytes]
+    digest: bytes
+    planned: list[PlannedPart] | None = None
+    plan: int = _NO_PLAN
 
 
 def _fake_tables(
@@ -115,7 +142,7 @@ def explain_missing_parents(storage: Storage, target: Path, action: str) -> Iter
     Args:
         storage: Storage of the target.
         target: File or directory to write; the block creates its parents.
-        action: Description of the operation for messages.
+        action: Description of the operation with the target, for messages.
 
     Raises:
         CheckpointError: The parents could not be created.
@@ -133,7 +160,7 @@ def explain_missing_parents(storage: Storage, target: Path, action: str) -> Iter
         is_directory = storage.kind(existing) == "directory"
         reason = f"the directory {parent} cannot be created" if is_directory else f"{existing} is not a directory"
         raise CheckpointError(
-            f"{action} to {target} failed, because {reason} ({error}): give a path below a writable directory"
+            f"{action} failed, because {reason} ({error}): give a path below a writable directory"
         ) from error
 
 
@@ -154,10 +181,16 @@ class Saver:
         self._async: AsyncSaves | None = None  # made by the first save in the background
         self._relay: Relay | None = None
 
-    def save(self, request: SaveRequest, *, use_async: bool = False) -> None:
+    def save(self, prepare: Callable[[], SaveRequest], action: str, *, use_async: bool = False) -> None:
         """Save; return when the checkpoint is on disk or, with `use_async`, when tensors may be modified.
 
         Saves take effect in call order: a synchronous save waits for the asynchronous ones before it.
+
+        Args:
+            prepare: Function that returns the content and target. It must not call collectives, except as its first
+                step and if any failure of that step occurs on all ranks.
+            action: Description of the operation for messages.
+            use_async: If True, write in the background.
 
         Collective: every rank must call it with the same arguments and its own slices.
 
@@ -166,12 +199,10 @@ class Saver:
                 some rank; the target is unchanged.
             DesyncError: The ranks requested different saves.
         """
-        if self._async is not None and use_async:
-            self._async.raise_failures()
-        elif self._async is not None:
+        if self._async is not None and not use_async:
             self._async.wait()  # otherwise an earlier async save would later overwrite this one
         with Phase("save plan"):
-            name, planned, host_of_rank = self._plan(request)
+            name, request, planned, host_of_rank = self._plan(prepare, action)
         barrier: ErrorBarrier | None = None
         if self._ranks.size > 1 and fake.replicas is None:
             barrier = ErrorBarrier(self._ranks.group, name=f"checkpoint/{name}", timeout_seconds=self._timeout_seconds)
@@ -179,18 +210,25 @@ class Saver:
         if len(set(host_of_rank)) > 1:
             self._relay = self._relay or Relay(new_cpu_group(self._ranks.group), self._ranks.rank)
             relay = self._relay
+        description = f"{action} to {request.target.path}"
         if not use_async:
             slices = [planned_part.part.slices for planned_part in planned]
-            _SaveJob(self._ranks, self._storage, request, planned, slices, barrier, relay).run()
+            _SaveJob(self._ranks, self._storage, description, request, planned, slices, barrier, relay).run()
             return
 
         def stage(arena: Arena) -> Callable[[], None]:
-            rank = self._ranks.rank
-            copies = [stage_slices(list(one.plan.ranges(owner=rank)), one.part.slices, arena) for one in planned]
-            return _SaveJob(self._ranks, self._storage, request, planned, copies, barrier, relay).run_in_background
+            rank, failure, copies = self._ranks.rank, None, list[Slices]()
+            try:
+                for one in planned:
+                    copies.append(stage_slices(list(one.plan.ranges(owner=rank)), one.part.slices, arena))
+            except Exception as error:  # raised by the job, on every rank
+                failure = as_checkpoint_error(error, description)
+            return _SaveJob(
+                self._ranks, self._storage, description, request, planned, copies, barrier, relay, failure
+            ).run_in_background
 
         self._async = self._async or AsyncSaves(self._ranks)
-        self._async.start(stage, request.action)
+        self._async.start(stage, action)
 
     def wait(self) -> None:
         """Wait until no save is in flight. Collective.
@@ -201,64 +239,100 @@ class Saver:
         if self._async is not None:
             self._async.wait()
 
-    def _plan(self, request: SaveRequest) -> tuple[str, list[PlannedPart], Sequence[int]]:
-        """Plan a save on all ranks. Collective.
+    def _plan(
+        self, prepare: Callable[[], SaveRequest], action: str
+    ) -> tuple[str, SaveRequest, list[PlannedPart], Sequence[int]]:
+        """Plan a save on all ranks; see Note [Agreement]. Collective.
 
         Returns:
-            Unique name of the save, equal on all ranks, its parts, and the host index of each rank.
+            Unique name of the save, equal on all ranks, its content, its planned parts, and the host index of each
+            rank.
         """
-        ranks, parts = self._ranks, request.parts
-        options = tuple(
-            f"{to.kind.name} {part.folder}/{to.names} of at most {to.max_shard_bytes} bytes a file, directory:"
-            f" {to.is_directory}, index: {part.always_index}"
-            for part in parts
-            for to in (part.target,)
-        )
-        tables = ranks.run_on_all_ranks(lambda: [SliceTable.from_slices(part.slices) for part in parts], request.action)
-        encoded = [table.encode() for table in tables]
-        tables_digest = sha256(b"".join(sha256(raw).digest() for raw in encoded)).digest()
-        name = ""
-        digests: tuple[bytes, ...] = (tables_digest,)
-        hosts: tuple[int, ...] = (0,)
-        if ranks.size > 1:
-            name, digests, hosts = self._exchange_fingerprints(request, options, tables_digest)
-        key = (options, digests, hosts)
+        ranks, failure, proposals = self._ranks, None, list[_Proposal]()
+        try:
+            proposals.append(self._propose(prepare, action))
+        except Exception as error:  # raised on every rank after the exchange
+            failure = as_checkpoint_error(error, action)
+        own = proposals[0] if proposals else None
+        name, digests, hosts, numbers = self._exchange_fingerprints(own, action)
+        if _FAILED in numbers:
+            if self._async is not None:
+                self._async.raise_failures()
+            raise_on_all_ranks(failure, ranks.group)
+        assert own is not None, "a rank without a proposal fails"
+        key = (own.options, digests, hosts)
         plans = self._plan_cache.get(key)
+        is_agreed = plans is not None and set(numbers) == {list(self._plan_cache).index(key)}
         if plans is None:
             plans = [
-                (self._new_plan(one, table, raw, hosts, request.action), Images())
-                for one, table, raw in zip(parts, tables, encoded, strict=True)
+                (self._new_plan(one, table, raw, hosts, action), Images())
+                for one, table, raw in zip(own.request.parts, own.tables, own.encoded, strict=True)
             ]
-
-        planned = ranks.run_on_all_ranks(lambda: self._complete(request, plans), request.action)
+        planned = own.planned
+        if planned is None or not is_agreed:
+            of_all = plans
+            planned = ranks.run_on_all_ranks(lambda: self._complete(own.request, of_all, action), action)
         self._plan_cache[key] = plans
         self._plan_cache.move_to_end(key)
         while len(self._plan_cache) > _MAX_CACHED_PLANS:
             self._plan_cache.popitem(last=False)
-        return name, planned, hosts
+        return name, own.request, planned, hosts
+
+    def _propose(self, prepare: Callable[[], SaveRequest], action: str) -> _Proposal:
+        request = prepare()
+        options = tuple(
+            f"{to.kind.name} {part.folder}/{to.names} of at most {to.max_shard_bytes} bytes a file, directory:"
+            f" {to.is_directory}, index: {part.always_index}"
+            for part in request.parts
+            for to in (part.target,)
+        )
+        tables = [SliceTable.from_slices(part.slices) for part in request.parts]
+        encoded = [table.encode() for table in tables]
+        digest = sha256(b"".join(sha256(raw).digest() for raw in encoded)).digest()
+        proposal = _Proposal(request=request, options=options, tables=tables, encoded=encoded, digest=digest)
+        known = [
+            number
+            for number, (known_options, digests, _) in enumerate(self._plan_cache)
+            if known_options == options and digests[self._ranks.rank] == digest
+        ]
+        if known:
+            with suppress(BoosterError, OSError):  # raised where all ranks check the plan that they agree on
+                plans = list(self._plan_cache.values())[known[-1]]
+                proposal.planned, proposal.plan = self._complete(request, plans, action), known[-1]
+        return proposal
 
     def _exchange_fingerprints(
-        self, request: SaveRequest, options: Sequence[str], tables_digest: bytes
-    ) -> tuple[str, tuple[bytes, ...], tuple[int, ...]]:
-        """Return the save's name, and the tables' digest and the host index of every rank. Collective."""
-        if fake.replicas is not None:
-            return "", (tables_digest,) * self._ranks.size, (0,) * self._ranks.size
-        description = [
-            f"{request.action} to {request.target.path}",
-            f"is_directory={request.target.is_directory}",
-            f"format {FORMAT_VERSION}",
-            *options,
-        ]
+        self, own: _Proposal | None, action: str
+    ) -> tuple[str, tuple[bytes, ...], tuple[int, ...], tuple[int, ...]]:
+        """Exchange the fingerprints; None: this rank failed. Collective.
+
+        Returns:
+            The save's name, and by rank the tables' digest, the host index and the proposal.
+        """
+        ranks, has_failed = self._ranks, own is None or (self._async is not None and self._async.has_failed())
+        number = _FAILED if has_failed or own is None else own.plan
+        digest = b"" if own is None else own.digest
+        if ranks.size == 1 or fake.replicas is not None:
+            return "", (digest,) * ranks.size, (0,) * ranks.size, (number,) * ranks.size
+        description: list[str] = []
+        if own is not None:
+            target = own.request.target
+            description = [
+                f"{action} to {target.path}",
+                f"is_directory={target.is_directory}",
+                f"format {FORMAT_VERSION}",
+                *own.options,
+            ]
         request_digest = sha256("\n".join(description).encode()).digest()
-        host_digest = sha256(self._ranks.host.encode()).digest()
-        fingerprint = _FINGERPRINT.pack(uuid4().bytes, request_digest, tables_digest, host_digest)
+        host_digest = sha256(ranks.host.encode()).digest()
+        fingerprint = _FINGERPRINT.pack(uuid4().bytes, request_digest, digest, host_digest, number)
         local = torch.frombuffer(bytearray(fingerprint), dtype=torch.uint8)
-        gathered = all_gather_equal(local, self._ranks.group).numpy().tobytes()
-        names, requests, digests, hosts = zip(*_FINGERPRINT.iter_unpack(gathered), strict=True)
-        if len(set(requests)) > 1:
-            check_same_across_ranks("what they save", description, self._ranks.group)
-        numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
-        return names[0].hex(), digests, tuple(numbers[host] for host in hosts)
+        gathered = all_gather_equal(local, ranks.group).numpy().tobytes()
+        names, requests, digests, hosts, numbers = zip(*_FINGERPRINT.iter_unpack(gathered), strict=True)
+        if len(set(requests)) > 1 and _FAILED not in numbers:
+            check_same_across_ranks("what they save", description, ranks.group)
+        indexes = {host: index for index, host in enumerate(dict.fromkeys(hosts))}
+        return names[0].hex(), digests, tuple(indexes[host] for host in hosts), numbers
 
     def _new_plan(
         self, part: CheckpointPart, table: SliceTable, encoded: bytes, hosts: Sequence[int], action: str
@@ -281,7 +355,7 @@ class Saver:
             action,
         )
 
-    def _complete(self, request: SaveRequest, plans: Plans) -> list[PlannedPart]:
+    def _complete(self, request: SaveRequest, plans: Plans, action: str) -> list[PlannedPart]:
         """Return the parts with their plans, after a check that the files can be written and the space is free."""
         planned = [
             PlannedPart(
@@ -305,12 +379,13 @@ class Saver:
         is_part = request.manifest_name is None and self._storage.kind(replaced) is not None
         if is_part and self._storage.kind(folder / TRAINING_STATE_MANIFEST) is not None:
             raise CheckpointError(
-                f"{request.action} to {target.path} would replace a part of the training state in {folder}, which could"
+                f"{action} to {target.path} would replace a part of the training state in {folder}, which could"
                 " not be loaded any more: give another path, or a directory with prefix=, or save the whole state by"
                 " booster.save()"
             )
         free = self._storage.free_bytes(target.path)
-        if free < needed:  # leftovers of a killed save may take as much as this save needs
+        if free < needed:  # removed files and leftovers of a killed save may take as much as this save needs
+            self._storage.wait_for_freed_space()
             leftovers = Transaction(
                 self._storage, target.path, is_directory=target.is_directory, is_related=request.is_related
             )
@@ -318,7 +393,7 @@ class Saver:
             free = self._storage.free_bytes(target.path)
         if free < needed:
             raise CheckpointError(
-                f"{request.action} to {target.path} needs {needed} bytes, but only {free} are free: free some space,"
+                f"{action} to {target.path} needs {needed} bytes, but only {free} are free: free some space,"
                 " or save elsewhere"
             )
         return planned
@@ -333,11 +408,13 @@ class _SaveJob:
 
     _ranks: CheckpointGroup
     _storage: Storage
+    _action: str  # with the target, for messages
     _request: SaveRequest
     _planned: Sequence[PlannedPart]
     _slices: Sequence[Slices]
     _barrier: ErrorBarrier | None
     _relay: Relay | None
+    _failure: Exception | None = None  # of this rank, before the first phase
     _transaction: Transaction | None = field(default=None, init=False)
 
     def run(self) -> None:
@@ -368,15 +445,16 @@ class _SaveJob:
         Returns:
             The results by rank, on rank 0; or rank 0's result alone, on every rank.
         """
-        action_name = f"{self._request.action} to {self._request.target.path}"
-        if self._barrier is None:
-            return [self._ranks.run_on_all_ranks(action, action_name)]
-        payload, failure = b"", None
+        payload, failure = b"", self._failure
         try:
-            if self._ranks.rank == 0 or not on_rank_zero:
+            if failure is None and (self._ranks.rank == 0 or not on_rank_zero):
                 payload = action()
         except Exception as error:  # raised by the barrier, on every rank
-            failure = as_checkpoint_error(error, action_name)
+            failure = as_checkpoint_error(error, self._action)
+        if self._barrier is None:
+            if failure is not None:
+                raise failure
+            return [payload]
         if on_rank_zero:
             return [self._barrier.share(phase, payload, failure)]
         return self._barrier.gather(phase, payload, failure)
@@ -388,20 +466,23 @@ class _SaveJob:
         self._transaction = Transaction(
             self._storage, target.path, is_directory=target.is_directory, is_related=request.is_related
         )
-        with explain_missing_parents(self._storage, target.path, request.action):
+        with explain_missing_parents(self._storage, target.path, self._action):
             directory = self._transaction.begin()
         for folder in sorted({planned_part.part.folder for planned_part in self._planned} - {""}):
             self._storage.make_directory(directory / folder)
         for planned_part in self._planned:
             for index in range(len(planned_part.plan.files)):
                 image = planned_part.image(index)
-                with self._storage.create(directory / planned_part.paths[index]) as file:
+                file = self._storage.create(directory / planned_part.paths[index])
+                try:
                     self._storage.resize(file, image.num_bytes)
                     for offset, content in image.fragments:
                         self._storage.write_at(file, content, offset)
                     # A rank of this host that writes data syncs the fragments with it.
                     if self._relay is not None or planned_part.plan.files[index].data_bytes == 0:
                         self._storage.sync(file)
+                finally:
+                    self._storage.close(file)
         return str(directory).encode()
 
     # Every rank.
@@ -499,7 +580,7 @@ class _SaveJob:
                 position += len(ranges)
             if position != len(crcs):
                 raise CheckpointError(
-                    f"{self._request.action} to {self._request.target.path}: rank {rank} wrote {len(crcs)} ranges, but"
+                    f"{self._action}: rank {rank} wrote {len(crcs)} ranges, but"
                     f" {position} were planned: the ranks run different versions of torch-booster, install the same one"
                     " on all"
                 )

@@ -162,9 +162,8 @@ def convert(storage: Storage, source: CheckpointContents, target: Path, conversi
             manifest_name=TRAINING_STATE_MANIFEST if documents else None,
             metadata={} if manifest is None else manifest.metadata,
             is_stale=_is_stale(storage, target, {part.folder for part in parts}),
-            action="converting",
         )
-        Saver(CheckpointGroup(), storage).save(request)
+        Saver(CheckpointGroup(), storage).save(lambda: request, "converting")
     return notes
 
 
@@ -193,8 +192,7 @@ def consolidate(
             slices=[TensorSlice.full(*named, primary=True) for named in _mmap_tensors(stored).items()],
             values=None if stored.groups is None else stored.groups.decode("utf-8", "surrogatepass"),
         )
-    request = SaveRequest(parts=[checkpoint_part], action="consolidating")
-    Saver(CheckpointGroup(), storage).save(request)
+    Saver(CheckpointGroup(), storage).save(lambda: SaveRequest(parts=[checkpoint_part]), "consolidating")
 
 
 def _parts(

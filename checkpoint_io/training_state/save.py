@@ -107,10 +107,11 @@ class TrainingStateSaver:
 
         root, random_state = self._ranks.run_on_all_ranks(check, _ACTION)
         gathered = self._gather(parts)
-        request = self._ranks.run_on_all_ranks(
-            lambda: self._request(root, parts, random_state, gathered, extra, metadata, options), _ACTION
+        self._saver.save(
+            lambda: self._request(root, parts, random_state, gathered, extra, metadata, options),
+            _ACTION,
+            use_async=use_async,
         )
-        self._saver.save(request, use_async=use_async)
 
     def _gather(self, parts: TrainingParts) -> _GatheredState:
         """Gather the ranks' plain values, and which accumulated gradients exist on any rank. Collective."""
@@ -185,7 +186,6 @@ class TrainingStateSaver:
             is_stale=self._is_stale(target, parts),
             is_related=None if options.step is None else step_directories.is_step,
             after_commit=None if options.step is None else self._after_commit(step_directories, target.name, options),
-            action=_ACTION,
         )
 
     def _parts(

@@ -11,14 +11,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import distributed
+from safetensors.torch import load_file
 from torch import nn
 from torch.optim import AdamW
 
-from booster.checkpoint_io import GeneralCheckpointIO
+from booster.checkpoint_io import GeneralCheckpointIO, parallel
+from booster.checkpoint_io.layout import MODEL, save_target
+from booster.checkpoint_io.parallel import CheckpointGroup
+from booster.checkpoint_io.saving import async_save, save
+from booster.checkpoint_io.saving.part import model_part
+from booster.checkpoint_io.saving.save import Saver, SaveRequest
 from booster.checkpoint_io.storage import Storage
 from booster.device import current_device
-from booster.errors import CheckpointError
-from booster.interface import ModelWrapper, OptimizerWrapper
+from booster.errors import CheckpointError, ConfigError
+from booster.interface import ModelWrapper, OptimizerWrapper, TensorSlice
 
 pytestmark = pytest.mark.on_device
 
@@ -185,3 +191,100 @@ def test_a_process_that_ends_waits_for_its_save(tmp_path):
     model = ModelWrapper(nn.Linear(601, 500))
     GeneralCheckpointIO().load_model(model, tmp_path / "c")
     assert all(bool((tensor == 7).all()) for tensor in model.state_dict().values())
+
+
+@distributed(world_size=2)
+def test_a_rank_that_cannot_copy_its_tensors_is_named_at_the_next_call(tmp_path):
+    io = GeneralCheckpointIO()
+    model, _ = _wrapped()
+
+    def fail(*_):
+        raise MemoryError("no memory for the copies")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr("booster.checkpoint_io.saving.async_save.read_range", fail)
+            patch.setattr("booster.checkpoint_io.saving.async_save._start_async_copy", lambda *_: False)
+        io.save_model(model, tmp_path / "c", shard=True, use_async=True)
+        with pytest.raises(CheckpointError, match=r"rank 1 failed.*no memory|background failed: no memory"):
+            io.wait()
+    dist.barrier()
+    assert os.listdir(tmp_path) == []
+    io.save_model(model, tmp_path / "c", shard=True, use_async=True)
+    io.wait()
+
+
+class _HeldSlices(ModelWrapper):
+    """One replicated tensor, of which rank 1 has a copy or not."""
+
+    def __init__(self, *, has_copy):
+        super().__init__(nn.Module())
+        tensor = torch.arange(2**19, dtype=torch.float32)
+        primary = dist.get_rank() == 0
+        self.held = [TensorSlice.full("w", tensor, primary=primary)] if has_copy or primary else []
+
+    def tensor_slices(self):
+        return self.held
+
+    def tied_names(self):
+        return {}
+
+
+def _noting(calls, function):
+    def noted(*args):
+        calls.append(function.__name__)
+        return function(*args)
+
+    return noted
+
+
+def _save_counted(saver, model, path, *, use_async):
+    """Returns the exchanges of a save until its tensors may be modified."""
+    exchanges = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_gather_equal", "all_gather_bytes", "raise_on_all_ranks"):
+            for module in (save, async_save, parallel):
+                if hasattr(module, name):
+                    patch.setattr(module, name, _noting(exchanges, getattr(module, name)))
+        target = save_target(path, MODEL, shard=True)
+        saver.save(lambda: SaveRequest(parts=[model_part(model, target)]), "saving", use_async=use_async)
+    return exchanges
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("use_async", [True, False])
+def test_a_save_like_one_before_agrees_by_one_exchange_and_a_change_on_one_rank_is_planned_anew(tmp_path, use_async):
+    saver = Saver(CheckpointGroup(), Storage())
+    has_copy, lone = _HeldSlices(has_copy=True), _HeldSlices(has_copy=False)
+    found = []
+    for number, model in enumerate((has_copy, has_copy, lone, lone, has_copy, has_copy)):
+        found.append(_save_counted(saver, model, tmp_path / str(number), use_async=use_async))
+        saver.wait()
+    assert [exchanges == ["all_gather_equal"] for exchanges in found] == [False, True, False, True, False, True]
+    assert found[2][:2] == ["all_gather_equal", "all_gather_bytes"]  # rank 0 proposed a plan, which doesn't hold
+    assert found[4][0] == "all_gather_equal"
+    assert "all_gather_bytes" not in found[4]  # the plan is known, but rank 0 proposed the other one
+    for number in range(6):
+        tensors = load_file(tmp_path / str(number) / "model.safetensors")
+        assert torch.equal(tensors["w"], lone.held[0].tensor if lone.held else torch.arange(2**19).float())
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_save_that_one_rank_cannot_prepare_is_an_error_on_all(tmp_path, failing, is_known):
+    saver = Saver(CheckpointGroup(), Storage())
+    model = _HeldSlices(has_copy=True)
+    if is_known:
+        _save_counted(saver, model, tmp_path / "known", use_async=True)
+
+    def prepare():
+        if dist.get_rank() == failing:
+            raise ConfigError("no name")
+        return SaveRequest(parts=[model_part(model, save_target(tmp_path / "new", MODEL, shard=True))])
+
+    with pytest.raises(ConfigError, match="no name"):
+        saver.save(prepare, "saving", use_async=True)
+    saver.wait()
+    assert os.listdir(tmp_path) == (["known"] if is_known else [])
+    _save_counted(saver, model, tmp_path / "new", use_async=False)

@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import resource
+import shutil
 import socket
 import stat
 import sys
@@ -343,6 +344,59 @@ def test_replace_remove_and_remove_tree(storage, tmp_path):
     assert os.listdir(tmp_path) == ["old"]
     storage.remove(tmp_path / "old")
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("way", ["replace", "remove", "remove_tree"])
+def test_removed_files_are_freed_after_the_context_by_a_thread(storage, tmp_path, monkeypatch, way):
+    monkeypatch.setattr("booster.checkpoint_io.storage._LARGE_BYTES", 1)
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    old = tmp_path / "a" / "b" / "old"
+    old.write_bytes(b"old")
+    (tmp_path / "new").write_bytes(b"new")
+    removes = {
+        "replace": lambda: storage.replace(tmp_path / "new", old),
+        "remove": lambda: storage.remove(old),
+        "remove_tree": lambda: storage.remove_tree(tmp_path / "a"),
+    }
+    before = _open_files()
+    with storage.free_space_later():
+        removes[way]()
+        assert old.exists() == (way == "replace")
+        assert len(_open_files()) == len(before) + 1
+    storage.wait_for_freed_space()
+    assert _open_files() == before
+
+
+def test_removed_files_are_freed_at_once_elsewhere_and_after_errors(storage, tmp_path, monkeypatch):
+    monkeypatch.setattr("booster.checkpoint_io.storage._LARGE_BYTES", 1)
+    (tmp_path / "old").write_bytes(b"old")
+    before = _open_files()
+    with pytest.raises(FileNotFoundError), storage.free_space_later():
+        storage.replace(tmp_path / "missing", tmp_path / "old")
+    storage.wait_for_freed_space()
+    storage.remove(tmp_path / "old")
+    assert _open_files() == before
+
+
+def test_a_file_system_that_keeps_the_names_of_open_files(storage, tmp_path, monkeypatch):
+    monkeypatch.setattr("booster.checkpoint_io.storage._LARGE_BYTES", 1)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "old").write_bytes(b"old")
+    before, real = _open_files(), shutil.rmtree
+
+    def rmtree(path):
+        if _open_files() != before:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+        real(path)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    with storage.free_space_later():
+        storage.remove_tree(tmp_path / "a")
+    assert os.listdir(tmp_path) == []
+
+
+def _open_files():
+    return sorted(os.listdir("/proc/self/fd"))
 
 
 def test_a_lock_is_held_until_it_is_given_back(storage, tmp_path):
