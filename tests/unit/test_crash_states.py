@@ -77,21 +77,25 @@ def test_every_crash_leaves_the_old_or_the_new(tmp_path, scenario):
     assert len(verdict.found("data")) == 1  # what counts is on the disk before it counts
 
 
-# What was there before is in another layout, too: the single file that transformers prefers to an index goes, or comes.
-# Not torch's format over safetensors, which stays, as files of another format do, and is what transformers prefers.
+# What was there before is in another layout, too: the single file that transformers prefers to an index goes, or comes,
+# and so does the format that it prefers.
 READ_BY_OTHERS = {
-    "shards over shards": ("directory", "directory"),
-    "shards over bin shards": ("directory", "bin directory"),
-    "bin shards over bin shards": ("bin directory", "bin directory"),
-    "one shard over shards": ("one shard", "directory"),
-    "shards over one shard": ("directory", "one shard"),
+    "shards over shards": ("directory", "directory", False),
+    "async shards over shards": ("directory", "directory", True),
+    "shards over bin shards": ("directory", "bin directory", False),
+    "bin shards over shards": ("bin directory", "directory", False),
+    "bin shards over one shard": ("bin directory", "one shard", False),
+    "bin shards over bin shards": ("bin directory", "bin directory", False),
+    "one shard over one shard": ("one shard", "one shard", False),
+    "one shard over shards": ("one shard", "directory", False),
+    "shards over one shard": ("directory", "one shard", False),
 }
 
 
 @pytest.mark.parametrize("scenario", READ_BY_OTHERS)
 def test_transformers_finds_the_old_or_the_new_after_every_crash(tmp_path, scenario):
-    case, before = READ_BY_OTHERS[scenario]
-    disk, operations = recorded_case(tmp_path, case, before=before)
+    case, before, use_async = READ_BY_OTHERS[scenario]
+    disk, operations = recorded_case(tmp_path, case, before=before, use_async=use_async)
     verdict = examine(disk, operations, tmp_path / "crash", lambda root: read_as_transformers(root / "m"), has_old=True)
     assert_sound(verdict, old="old")
 
