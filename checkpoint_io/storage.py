@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 # ext4 takes 0.2 s to free the blocks of 1 GiB, within the call that removes the last name of a file, or replaces it,
 # and an fsync meanwhile waits for that. So a commit opens large files before it removes them, and a thread closes them
 # after it, which frees the blocks. The names are gone at once, as before; if the process ends, the system closes them.
+# Only on local file systems: a client of NFS first renames a file that it has open, so that a replaced one is missing
+# for a moment, and SMB may refuse. A forked process closes what it has inherited.
 
 # Every modifying method under "Writing" is one operation: it completes or raises. Effects that do not go through a
 # method of `self` are invisible to subclasses. The tests' storages record, fail and replay exactly these methods, so a
@@ -41,9 +43,13 @@ _MAX_CALL_BYTES = 2**30  # Linux moves 2 GiB less a page in one call, macOS 2 Gi
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
-_FREEING = "booster-free-space"  # name of the threads
 _LARGE_BYTES = 16 * 2**20
-_held: ContextVar[list[int] | None] = ContextVar("held", default=None)  # descriptors of removed files
+_MAX_HELD = 64  # descriptors of removed files: a process often has 1,024 in all
+_LOCAL_FILE_SYSTEMS = {0xEF53, 0x58465342, 0x9123683E, 0x01021994}  # ext4, XFS, Btrfs, tmpfs, as statfs(2) has them
+_held: ContextVar[list[int] | None] = ContextVar("held", default=None)  # those of the commit that runs
+_all_held: set[int] = set()
+_freeing = threading.Condition()
+_num_freeing = 0  # commits whose removed files are not all closed
 _NUM_SAMPLES = 16
 _SAMPLE_BYTES = 2**20
 _NOT_FOUND = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
@@ -127,7 +133,12 @@ class Storage:
     def resize(self, file: OpenFile, num_bytes: int) -> None:
         """Set the size of a file and, if supported, allocate its disk space, so that a full disk is detected here."""
         with _add_path_to_errors(file.path):
-            reserve_space(file.descriptor, num_bytes)
+            try:
+                reserve_space(file.descriptor, num_bytes)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self.wait_for_freed_space():
+                    raise
+                reserve_space(file.descriptor, num_bytes)
 
     def write_at(self, file: OpenFile, data: Buffer, offset: int) -> None:
         """Write all data at an offset of the file. Thread-safe."""
@@ -204,35 +215,31 @@ class Storage:
         """Remove a directory recursively; neither atomic nor in a defined order."""
         for file in path.rglob("*"):
             _hold_if_large(file)
-        try:
-            shutil.rmtree(path)
-        except OSError as error:
-            held = _held.get()
-            if error.errno not in (errno.ENOTEMPTY, errno.EBUSY) or not held:
-                raise
-            _close_all(held)  # on NFS an open file keeps a name in its directory
-            shutil.rmtree(path)
+        shutil.rmtree(path)
 
     @contextmanager
     def free_space_later(self) -> Iterator[None]:
         """Context in which removed files keep their space, which a thread frees after it; see Note [Freed space]."""
+        global _num_freeing
         held: list[int] = []
         token = _held.set(held)
+        with _freeing:
+            _num_freeing += 1
         try:
             yield
         finally:
             _held.reset(token)
-            if held:
-                thread = threading.Thread(target=_close_all, args=(held,), name=_FREEING, daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError:  # the interpreter is exiting
-                    _close_all(held)
+            try:
+                threading.Thread(target=_free, args=(held,), name="booster-free-space", daemon=True).start()
+            except RuntimeError:  # the interpreter is exiting
+                _free(held)
 
-    def wait_for_freed_space(self) -> None:
-        """Wait until the space of removed files is free."""
-        for thread in [thread for thread in threading.enumerate() if thread.name == _FREEING]:
-            thread.join()
+    def wait_for_freed_space(self) -> bool:
+        """Wait until the space of removed files is free; return whether any was not."""
+        with _freeing:
+            was_freeing = _num_freeing > 0
+            _freeing.wait_for(lambda: _num_freeing == 0)
+        return was_freeing
 
     def lock(self, path: Path) -> int | None:
         """Lock a file or directory until the descriptor is closed; return None if another process holds the lock."""
@@ -249,6 +256,8 @@ class Storage:
 
     def unlock(self, descriptor: int) -> None:
         """Release a lock."""
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing alone leaves it to processes that were forked meanwhile
         os.close(descriptor)
 
     # Reading.
@@ -323,7 +332,10 @@ class Storage:
                 raise _not_regular_error(path)
             descriptor = os.open(real, os.O_RDONLY | os.O_NONBLOCK | _NOFOLLOW)
         except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-            raise CheckpointError(f"cannot open {str(path)!r}: {error}. Check the path and its permissions") from error
+            advice = "Check the path and its permissions"
+            if isinstance(error, OSError) and error.errno == errno.EMFILE:
+                advice = "A load keeps all files of a checkpoint open: raise the limit, as by ulimit -n"
+            raise CheckpointError(f"cannot open {str(path)!r}: {error}. {advice}") from error
         return self._check_opened(OpenFile(path, descriptor))  # the path may have been replaced since the check
 
     def size(self, file: OpenFile) -> int:
@@ -428,17 +440,48 @@ class FakeStorage(Storage):
 def _hold_if_large(path: Path) -> None:
     """Within `free_space_later`, open a large file that is about to be removed."""
     held = _held.get()
-    if held is None:
+    if held is None or len(held) >= _MAX_HELD:
         return
     with suppress(OSError):  # not a readable file: it is removed as usual
         status = os.lstat(path)
         if stat.S_ISREG(status.st_mode) and status.st_size >= _LARGE_BYTES:
-            held.append(os.open(path, os.O_RDONLY | os.O_NONBLOCK | _NOFOLLOW))
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | _NOFOLLOW)
+            if _file_system(descriptor) in _LOCAL_FILE_SYSTEMS:
+                _all_held.add(descriptor)
+                held.append(descriptor)
+            else:
+                os.close(descriptor)
 
 
-def _close_all(descriptors: list[int]) -> None:
-    while descriptors:
-        os.close(descriptors.pop())
+def _free(descriptors: list[int]) -> None:
+    """Close removed files, and note that the space of one commit is free."""
+    global _num_freeing
+    for descriptor in descriptors:
+        _all_held.discard(descriptor)  # before: a process that is forked now closes no other file of this number
+        os.close(descriptor)
+    with _freeing:
+        _num_freeing -= 1
+        _freeing.notify_all()
+
+
+def _close_inherited() -> None:
+    """In a forked process, close removed files, whose space it would keep; it has none of the threads."""
+    global _freeing, _num_freeing
+    for descriptor in _all_held:
+        os.close(descriptor)
+    _all_held.clear()
+    _freeing, _num_freeing = threading.Condition(), 0
+
+
+os.register_at_fork(after_in_child=_close_inherited)
+
+
+def _file_system(descriptor: int) -> int | None:
+    """Return the type of the file system of an open file, as `statfs` gives it; None if the system does not tell."""
+    status = (ctypes.c_long * 64)()
+    if _fstatfs is None or _fstatfs(descriptor, ctypes.byref(status)) != 0:
+        return None
+    return status[0] & 0xFFFFFFFF
 
 
 @contextmanager
@@ -478,6 +521,7 @@ _renameat2: Any = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) 
 if _renameat2 is not None:
     _renameat2.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
     _renameat2.restype = ctypes.c_int
+_fstatfs: Any = getattr(ctypes.CDLL(None), "fstatfs64", None)
 _mincore: Any = getattr(ctypes.CDLL(None), "mincore", None)
 if _mincore is not None:
     _mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)

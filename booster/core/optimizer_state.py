@@ -124,6 +124,7 @@ class OptimizerState:
         Raises:
             CheckpointError: A state is neither a tensor nor a plain value, or is not readable.
         """
+        numbers = self._all_numbers()  # first, as a failure of what follows may occur on one rank alone
         self._check_is_storable()
         logical = self._groups()
         groups = [
@@ -136,7 +137,7 @@ class OptimizerState:
             "optimizer": type(self.optimizer.optim).__name__,
             "param_groups": groups,
             "shapes": {name: list(self._layout(one).logical_shape) for members in logical for name, one in members},
-            "numbers": self._all_numbers(),
+            "numbers": numbers,
             "loss_scaler": None if scaler is None else scaler.state_dict(),
             "num_skipped_steps": self.optimizer.num_skipped_steps,
         }

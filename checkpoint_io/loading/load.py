@@ -17,7 +17,7 @@ from booster.checkpoint_io.formats.optimizer_values import MASTER_SUFFIX, parse_
 from booster.checkpoint_io.layout import EXCLUDES_FROZEN, MODEL, OPTIMIZER, FileKind
 from booster.checkpoint_io.parallel import CheckpointGroup
 from booster.checkpoint_io.storage import Storage
-from booster.comm import all_gather_bytes, check_same_across_ranks
+from booster.comm import all_gather_bytes, all_gather_text, check_same_across_ranks
 from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, OptimizerState, OptimizerWrapper, TensorSlice, TensorSpec
 from booster.logger import get_dist_logger
@@ -236,8 +236,6 @@ class Loader(ExitStack):
 
     def open(self, path: Path, kind: FileKind) -> StoredCheckpoint:
         """Open a checkpoint and check its structure; it stays open until the loader is closed. Collective."""
-        if self.ranks.size > 1:
-            check_same_across_ranks("what they load", [f"a {kind.name} from {path}"], self.ranks.group)
 
         def open_stored(timeout_seconds: float) -> StoredCheckpoint:
             stored = open_checkpoint(
@@ -250,6 +248,13 @@ class Loader(ExitStack):
         first: StoredCheckpoint | None = None
         with suppress(Exception):  # rank 0 tries again, and its error is raised on all ranks
             first = open_stored(0.0)
+        if self.ranks.size > 1:
+            what = f"a {kind.name} from {path}"
+            lines = [what, "nothing" if first is None else first.fingerprint]
+            of_ranks = all_gather_text("what they load", lines, self.ranks.group)
+            if first is not None and all(one == lines for one in of_ranks):  # usual, and on all ranks or none
+                return first
+            check_same_across_ranks("what they load", [what], self.ranks.group)
         # What rank 0 has found, other ranks of a network file system may find later.
         found = self.ranks.run_on_all_ranks(lambda: open_stored(0.0) if rank == 0 and first is None else first, action)
         stored = self.ranks.run_on_all_ranks(lambda: found or open_stored(_VISIBILITY_TIMEOUT_SECONDS), action)

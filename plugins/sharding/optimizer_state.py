@@ -12,7 +12,6 @@ from torch import nn
 
 from booster.comm import all_gather_bytes, global_rank_of, raise_on_all_ranks
 from booster.core.optimizer_state import StatefulOptimizer
-from booster.errors import CheckpointError
 from booster.interface import (
     AccumulatedGradients,
     OptimizerState,
@@ -96,13 +95,13 @@ class ShardedOptimizerState(OptimizerState):
 
     def _all_numbers(self) -> dict[str, dict[str, Any]]:
         own: dict[str, dict[str, Any]] = {}
-        failure: CheckpointError | None = None
+        failure: Exception | None = None
         try:
             for name, parameter in self.named_parameters().items():
                 for held in self._held(name, parameter)[:1]:
                     if numbers := self._numbers(name, held):
                         own[name] = numbers
-        except CheckpointError as error:  # raised on all ranks below
+        except Exception as error:  # raised on all ranks below
             failure = error
         raise_on_all_ranks(failure)
         payloads, _ = all_gather_bytes(json.dumps(own).encode(), None)

@@ -13,12 +13,14 @@ from harness import distributed
 from torch import nn
 from torch.optim import AdamW, lr_scheduler
 
+from booster import Booster
 from booster.checkpoint_io import GeneralCheckpointIO
 from booster.checkpoint_io.storage import Storage
 from booster.comm import all_reduce_numbers
 from booster.device import current_device
 from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
+from booster.plugins import LowLevelZeroPlugin
 
 pytestmark = pytest.mark.on_device
 
@@ -139,6 +141,27 @@ def test_a_wrong_argument_fails_all(tmp_path):
     dist.barrier()
     with pytest.raises(ConfigError, match="is a directory"):
         GeneralCheckpointIO().save_model(model, tmp_path / "m.safetensors")
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("call", ["save", "save_optimizer"])
+def test_what_one_rank_keeps_beside_its_states_fails_all(tmp_path, call):
+    booster = Booster(plugin=LowLevelZeroPlugin(precision="fp32"))
+    model = nn.Linear(8, 8)
+    model, optimizer, *_ = booster.boost(model, AdamW(model.parameters()))
+    booster.backward(model(torch.ones(2, 8, device=booster.device)).mean(), optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    if dist.get_rank() == 1:
+        optimizer.optim.state["global"] = {"n": 1}
+    saves = {
+        "save": lambda: booster.save(tmp_path / "c", model, optimizer),
+        "save_optimizer": lambda: booster.save_optimizer(optimizer, tmp_path / "c", shard=True),
+    }
+    with pytest.raises(CheckpointError, match="keeps 'global' beside"):
+        saves[call]()
+    optimizer.optim.state.pop("global", None)
+    booster.save_optimizer(optimizer, tmp_path / "c", shard=True)  # the ranks are still in step
 
 
 @distributed(world_size=2)

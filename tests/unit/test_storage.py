@@ -7,11 +7,11 @@ import errno
 import mmap
 import os
 import resource
-import shutil
 import socket
 import stat
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -378,21 +378,71 @@ def test_removed_files_are_freed_at_once_elsewhere_and_after_errors(storage, tmp
     assert _open_files() == before
 
 
-def test_a_file_system_that_keeps_the_names_of_open_files(storage, tmp_path, monkeypatch):
+def test_no_more_files_are_held_than_a_process_may_open_and_none_of_a_network(storage, tmp_path, monkeypatch):
     monkeypatch.setattr("booster.checkpoint_io.storage._LARGE_BYTES", 1)
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "old").write_bytes(b"old")
-    before, real = _open_files(), shutil.rmtree
-
-    def rmtree(path):
-        if _open_files() != before:
-            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
-        real(path)
-
-    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for number in range(70):
+            (tmp_path / name / str(number)).write_bytes(b"old")
+    before = _open_files()
     with storage.free_space_later():
         storage.remove_tree(tmp_path / "a")
+        assert len(_open_files()) == len(before) + 64
+    monkeypatch.setattr("booster.checkpoint_io.storage._file_system", lambda descriptor: 0x6969)  # NFS
+    storage.wait_for_freed_space()
+    with storage.free_space_later():
+        storage.remove_tree(tmp_path / "b")
+        assert _open_files() == before
     assert os.listdir(tmp_path) == []
+
+
+def test_a_file_waits_for_the_space_of_removed_ones(storage, tmp_path, monkeypatch):
+    monkeypatch.setattr("booster.checkpoint_io.storage._LARGE_BYTES", 1)
+    (tmp_path / "old").write_bytes(b"old")
+    closed, real = [], storage_module._free
+
+    def free(descriptors):
+        time.sleep(0.2)
+        closed.extend(descriptors)
+        real(descriptors)
+
+    def reserve_space(descriptor, num_bytes):
+        if not closed:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(storage_module, "_free", free)
+    monkeypatch.setattr(storage_module, "reserve_space", reserve_space)
+    with storage.free_space_later():
+        storage.remove(tmp_path / "old")
+    with storage.create(tmp_path / "new") as file:
+        storage.resize(file, 10)
+        assert len(closed) == 1
+        closed.clear()
+        with pytest.raises(OSError, match="No space left"):  # nothing is being freed
+            storage.resize(file, 10)
+
+
+def test_a_forked_process_keeps_neither_locks_nor_removed_files(storage, tmp_path, monkeypatch):
+    monkeypatch.setattr("booster.checkpoint_io.storage._LARGE_BYTES", 1)
+    (tmp_path / "old").write_bytes(b"old")
+    lock = storage.lock(tmp_path)
+    before = _open_files()
+    with storage.free_space_later():
+        storage.remove(tmp_path / "old")
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(write)
+            is_free = not storage.wait_for_freed_space() and len(_open_files()) == len(before) + 1
+            os.read(read, 1)  # it lives until the parent has ended the rest
+            os._exit(0 if is_free else 1)
+    storage.unlock(lock)
+    other = storage.lock(tmp_path)
+    assert other is not None
+    storage.unlock(other)
+    os.close(write)
+    os.close(read)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def _open_files():
