@@ -98,6 +98,11 @@ class AutoPlugin(PluginChoice, name="auto"):
                 " plans are ranked by"
             )
         check_flag("verbose", verbose)
+        if profile is not None and not isinstance(profile, MachineProfile):
+            raise ConfigError(
+                f"AutoPlugin(profile={profile!r}) is a {type(profile).__name__}: pass a MachineProfile, such as"
+                " booster.estimate.load_profile('profile.json') returns"
+            )
         self._objective: Objective = objective
         self._budget = _bytes_of(device_memory_budget)
         self._candidates = candidates

@@ -26,7 +26,7 @@ neighbors and of ranks on several hosts. The medians are kept in a file of the u
 another directory), which `booster estimate` and `booster plan` read. Measure while nothing else runs.
 
 On several hosts, start the ranks as those of a training, and give the file to --profile of these commands:
-  booster run --hosts a,b --nproc-per-node 8 -m booster.cli.profile_rank profile.json
+  booster run --host a,b --nproc-per-node 8 -m booster.cli.profile_rank profile.json
 
 exit codes:
   0  the machine was measured

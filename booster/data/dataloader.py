@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import copy
 import functools
+import operator
 import weakref
 from abc import abstractmethod
 from collections.abc import Generator, Iterator, Mapping, Sized
@@ -22,14 +23,17 @@ from torch.utils.data import DataLoader, Sampler
 from booster.errors import ConfigError
 from booster.fault_tolerance.progress import in_phase
 from booster.logger import log_rank_zero
+from booster.rng_state import preserved_rng
 
 from .sampler import BatchPosition, EpochSampler
 from .stream import StreamPosition, StreamReader, StreamShard, collate_shard
-from .worker_seeding import SeededDataset, init_worker
+from .worker_seeding import SeededDataset, init_worker, may_draw
 
 
 def _check_state(state: Mapping[str, Any], expected: set[str], *, has_generator: bool) -> None:
     """Raise `ConfigError` if a loader state is not one of such a loader."""
+    if not isinstance(state, Mapping):
+        raise ConfigError(f"a loader state of class {type(state).__name__}: pass what a loader's state_dict() returned")
     missing = sorted(expected - set(state))
     if missing:
         raise ConfigError(
@@ -167,7 +171,10 @@ class EpochIterator(LoaderIterator[T_co]):
         if not place.is_last:
             # Also if the dataset raises now: after a failed batch torch continues with the next one.
             self._cursor = Cursor(epoch=self._cursor.epoch, position=place.stop)
-        return place, next(source)
+        if not self.loader._seeds_here:
+            return place, next(source)
+        with preserved_rng():
+            return place, next(source)
 
     def truncate(self) -> None:
         if self._position is not None:
@@ -244,8 +251,8 @@ class DistributedDataLoader(DataLoader[T_co]):
     stays inside the epoch, but the next `iter()` of the same loader starts the next epoch; `set_epoch(n)` moves the
     state, too.
 
-    The global RNG is not used: workers are seeded from the loader's own generator or from the user's `generator`, which
-    advances by one draw per epoch and is part of the state.
+    The global RNG is not used: samples are seeded by their position, see Note [Sample seeds], and the user's
+    `generator` advances by one draw per epoch and is part of the state.
 
     Args:
         loader: Loader of all samples, whose attributes are taken over, except for the sampler.
@@ -303,13 +310,18 @@ class DistributedDataLoader(DataLoader[T_co]):
         return super().__iter__()
 
     def _get_iterator(self) -> Any:
-        if self.num_workers == 0:
+        if self.num_workers == 0 and not self._seeds_here:
             return super()._get_iterator()
         # torch's iterator passes the loader's dataset to its workers; `self.dataset` must stay the user's object.
         workers_view = copy.copy(self)
         initialize = functools.partial(init_worker, self.worker_init_fn)
         vars(workers_view).update(dataset=SeededDataset(self.dataset), worker_init_fn=initialize)
         return super(DistributedDataLoader, workers_view)._get_iterator()
+
+    @property
+    def _seeds_here(self) -> bool:
+        """Whether this process reads the samples and seeds them; see Note [Sample seeds]."""
+        return self.num_workers == 0 and may_draw(self.dataset, self.collate_fn)
 
     def __len__(self) -> int:
         return self.epoch_sampler.num_batches()
@@ -333,9 +345,18 @@ class DistributedDataLoader(DataLoader[T_co]):
         """Set the epoch of the next `iter()`. If a state inside this epoch was just loaded, `iter()` resumes there.
 
         Optional: every `iter()` starts the next epoch.
+
+        Raises:
+            ConfigError: It is not the number of an epoch.
         """
-        if self._next.epoch != epoch:
-            self._next = Cursor(epoch=epoch)
+        try:
+            number = operator.index(epoch)
+        except TypeError:
+            number = -1
+        if number < 0:
+            raise ConfigError(f"set_epoch({epoch!r}) is not the number of an epoch: give 0 or more")
+        if self._next.epoch != number:
+            self._next = Cursor(epoch=number)
         self._cursor = self._next
 
     def state_dict(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -122,7 +123,7 @@ def loader_fingerprint(loader: DataLoader[Any]) -> list[str]:
 def _sharding_settings(loader: DataLoader[Any]) -> tuple[str, dict[str, Any]]:
     """Return a description of how a loader is sharded, and the settings that this depends on."""
     batches = {"batch_size": loader.batch_size, "drop_last": bool(loader.drop_last)}
-    sampler = _distributed_sampler(loader)
+    sampler = distributed_sampler_of(loader)
     if sampler is None and _why_not_shardable(loader) is not None:
         return "left as it is", batches
     if sampler is None:
@@ -267,7 +268,10 @@ def _check_arguments(options: dict[str, Any], **flags: Any) -> None:
     for name in ("collate_fn", "worker_init_fn"):
         if options.get(name) is not None and not callable(options[name]):
             raise ConfigError(f"prepare_dataloader({name}={options[name]!r}) is not callable: pass a function")
-    samplers = sorted({"sampler", "batch_sampler"} & set(options))
+    generator = options.get("generator")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ConfigError(f"prepare_dataloader(generator={generator!r}) is not a torch.Generator: pass one, or seed=")
+    samplers = [name for name in ("batch_sampler", "sampler") if options.get(name) is not None]
     if samplers:
         raise ConfigError(
             f"prepare_dataloader({samplers[0]}=...) conflicts with the sampler that it creates: pass a loader, as in"
@@ -308,13 +312,14 @@ def _length(dataset: Any) -> int:
 
 def _sharded_for(loader: DataLoader[Any]) -> tuple[int, int] | None:
     """Return the (rank, num_ranks) of a loader's sampler, or None if it is not distributed."""
-    sampler = _distributed_sampler(loader)
+    sampler = distributed_sampler_of(loader)
     if isinstance(sampler, _OWN_SAMPLERS):
         return sampler.dp_rank, sampler.dp_size
     return None if sampler is None else (sampler.rank, sampler.num_replicas)
 
 
-def _distributed_sampler(loader: DataLoader[Any]) -> Any | None:
+def distributed_sampler_of(loader: DataLoader[Any]) -> Any | None:
+    """Return the sampler that divides a loader's samples among ranks, or None."""
     if isinstance(loader, DistributedDataLoader):
         return loader.epoch_sampler
     if isinstance(loader.batch_sampler, _OWN_SAMPLERS):

@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 from collections import deque
@@ -234,7 +235,9 @@ class StreamReader(IterableDataset[Any]):
                     stop += 1
                     if (stop - position) % size == 0:
                         is_own = ((stop - position) // size - 1) % num_turns == turn
-                        states.append(self.dataset.state_dict() if is_own and shard.can_load_state else None)
+                        keeps_state = is_own and shard.can_load_state
+                        # A copy: it may be the dataset's own object, which reads on.
+                        states.append(copy.deepcopy(self.dataset.state_dict()) if keeps_state else None)
             if len(samples) < (size if shard.drop_last else 1):
                 return
             batch = [samples.popleft() for _ in range(min(size, len(samples)))]

@@ -134,10 +134,11 @@ def _seed_rng(rng: Any, seed: int) -> None:
 
 
 def _plain(drawn: Any) -> Any:
-    """Return an index or a batch as ints, and lists of ints."""
+    """Return an index or a batch with ints in place of tensors and arrays, which become lists."""
     if isinstance(drawn, (torch.Tensor, np.ndarray, np.generic)):
         return drawn.tolist()
-    return [_plain(index) for index in drawn] if isinstance(drawn, (list, tuple)) else drawn
+    # A tuple stays one: datasets are indexed by it.
+    return type(drawn)(_plain(index) for index in drawn) if type(drawn) in (list, tuple) else drawn
 
 
 def _digest(order: Iterable[Any]) -> str:

@@ -1,11 +1,12 @@
-"""Per-sample seeding of data loader workers.
+"""Per-sample seeding of what reads a dataset: data loader workers, or the main process.
 
 # Note [Sample seeds]: torch seeds a worker once, so random augmentation depends on the number of workers and on the
 # samples that a worker has read before, and repeats on all ranks that share a seed. Here every batch carries the name
-# of its stream (seed and epoch) and the position of its first sample in the epoch's order. A worker seeds python, numpy
-# and torch from (stream, position) before each sample, or once per batch if the dataset has `__getitems__`. So the
-# augmentation of a sample in an epoch is independent of the number of workers and ranks and of restarts inside the
-# epoch. In the main process (num_workers=0) nothing is seeded: the training loop checkpoints its RNG state.
+# of its stream (seed and epoch) and the position of its first sample in the epoch's order. What reads it seeds python,
+# numpy and torch from (stream, position) before each sample, or once per batch if the dataset has `__getitems__`. So
+# the augmentation of a sample in an epoch is independent of the number of workers and ranks and of restarts inside the
+# epoch. The main process (num_workers=0) restores its own states after each batch, which the training loop draws from;
+# it leaves both out where nothing can be drawn: for tensors and lists, collated by torch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import get_worker_info
+from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate, get_worker_info
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -53,8 +54,17 @@ class SampleBatch(list[int]):
         return derive_seed(self.stream, self.start + offset)
 
 
+def may_draw(dataset: Any, collate_fn: Any) -> bool:
+    """Return whether reading and collating samples may draw random numbers."""
+    if isinstance(dataset, Subset):
+        return may_draw(dataset.dataset, collate_fn)
+    if isinstance(dataset, ConcatDataset):
+        return any(may_draw(one, collate_fn) for one in dataset.datasets)
+    return type(dataset) not in (TensorDataset, list, tuple) or collate_fn is not default_collate
+
+
 class SeededDataset:
-    """Worker-side wrapper of a map-style dataset that seeds before it reads; see Note [Sample seeds]."""
+    """Wrapper, where it is read, of a map-style dataset that seeds before it reads; see Note [Sample seeds]."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset

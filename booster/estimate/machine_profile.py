@@ -17,6 +17,7 @@ from typing import Any
 from booster.device import device_type, num_devices
 from booster.errors import ConfigError
 from booster.kernels.loader import cache_folder
+from booster.validation import check_path
 
 CACHE_VARIABLE = "BOOSTER_PROFILE_CACHE"
 _VERSION = 4  # of the file's format
@@ -230,15 +231,16 @@ def _temporary(path: Path) -> Path:
     return path.with_name(f"{path.name}.{os.getpid()}.part")
 
 
-def load_profile(path: Path) -> MachineProfile:
+def load_profile(path: str | os.PathLike[str]) -> MachineProfile:
     """Return the profile in a file.
 
     Raises:
         ConfigError: The file can't be read, or is not a profile of this version.
     """
+    check_path("path", path)
     advice = "give a file that `booster profile-mesh --output FILE` has written"
     try:
-        return profile_from_values(json.loads(path.read_text()))
+        return profile_from_values(json.loads(Path(path).read_text()))
     except OSError as error:
         raise ConfigError(f"the machine profile {path} can't be read ({error.strerror}): {advice}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:

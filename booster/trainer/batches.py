@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
-from torch.utils.data.distributed import DistributedSampler
 
 from booster.core.model_wrapper import LabeledBatch
 from booster.data.dataloader import DistributedDataLoader, active_position
 from booster.data.join import JoinIterator
+from booster.data.prepare import distributed_sampler_of
 from booster.errors import ConfigError
 from booster.pytree import children_of, iter_tensors, with_children
 
@@ -77,15 +77,22 @@ def check_loader(loader: Any, name: str, dp_size: int) -> None:
         dp_size: Number of data-parallel ranks.
 
     Raises:
-        ConfigError: It is not iterable, or every rank would read all samples.
+        ConfigError: It is not iterable, every rank would read all samples, or they are divided by another sampler.
     """
     if not isinstance(loader, Iterable) or isinstance(loader, Iterator):
         raise ConfigError(
             f"{name} must be iterable once per epoch, got one of class {type(loader).__name__}: pass the loader that"
             " booster.prepare_dataloader() or boost() returned, or any other iterable of this rank's batches"
         )
-    is_plain = isinstance(loader, DataLoader) and not isinstance(loader, DistributedDataLoader)
-    if is_plain and dp_size > 1 and not isinstance(getattr(loader, "sampler", None), DistributedSampler):
+    if not isinstance(loader, DataLoader) or isinstance(loader, DistributedDataLoader):
+        return
+    sampler = distributed_sampler_of(loader)
+    if sampler is not None:
+        raise ConfigError(
+            f"{name} is divided by a {type(sampler).__name__}, of which a Trainer knows neither the epoch nor the"
+            " samples that it repeats: pass booster.prepare_dataloader(dataset, batch_size=...) without it"
+        )
+    if dp_size > 1:
         raise ConfigError(
             f"{name} is a plain {type(loader).__name__}, of which each of the {dp_size} data-parallel ranks would read"
             " all samples: pass booster.prepare_dataloader(loader), or what boost(dataloader=) returned"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -141,7 +141,7 @@ Given = str | Mapping[str, Any] | type[GradientHandler]
 
 def resolve_gradient_handlers(given: Sequence[Given]) -> list[tuple[type[GradientHandler], dict[str, Any]]]:
     """Return the classes and their arguments; raise `ConfigError` for an entry that is unknown or not `Given`."""
-    if isinstance(given, (str, Mapping, type)):
+    if isinstance(given, (str, Mapping, type)) or not isinstance(given, Iterable):
         raise ConfigError(f"gradient_handlers={given!r} is a single handler: pass a list, as in [{given!r}]")
     return [_resolve(one) for one in given]
 

@@ -211,6 +211,7 @@ class AccuracyHook(MetricHook):
     """`eval_accuracy`: the share of samples, or of tokens whose label is not -100, with the largest logit at the label.
 
     Args:
+        name: As of `MetricHook`; optional, defaults to "accuracy".
         outputs: As of `MetricHook`.
         targets: As of `MetricHook`.
         priority: Position among the hooks.
@@ -218,12 +219,13 @@ class AccuracyHook(MetricHook):
 
     def __init__(
         self,
+        name: str | None = None,
         *,
         outputs: Callable[[Any], Any] | None = None,
         targets: Callable[[Any], Any] | None = None,
         priority: int = 10,
     ) -> None:
-        super().__init__(accuracy, outputs=outputs, targets=targets, priority=priority)
+        super().__init__(accuracy, name, outputs=outputs, targets=targets, priority=priority)
 
 
 def _logits_of(outputs: Any) -> Any:

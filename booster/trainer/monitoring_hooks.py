@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from os import PathLike
 from pathlib import Path
@@ -236,6 +236,8 @@ class ProfilerHook(Hook):
                 raise ConfigError(
                     f"ProfilerHook({name}={value!r}) is not a number of iterations: give {minimum} or more"
                 )
+        if ranks is not None and not isinstance(ranks, Iterable):
+            raise ConfigError(f"ProfilerHook(ranks={ranks!r}) is not a list of ranks: write ranks=[{ranks!r}]")
         self.priority = priority
         self._directory, self._ranks = Path(directory), None if ranks is None else frozenset(ranks)
         self._schedule = {"wait": wait, "warmup": warmup, "active": active, "repeat": repeat}

@@ -25,7 +25,7 @@ from .batches import as_batch, batches_of, check_loader, is_last_batch, join_bat
 from .checkpoint_hook import CheckpointHook
 from .gradient_handlers import Given, attach_gradient_handlers, resolve_gradient_handlers
 from .hook import HookList, TrainerState, check_hook
-from .metric_hooks import LossHook
+from .metric_hooks import LossHook, MetricHook
 from .schedule_hook import LRScheduleHook
 
 _AUTO = "auto"
@@ -126,6 +126,13 @@ class Trainer(TrainerState):
         given = list(hooks)
         for hook in given:
             check_hook(hook)
+        names = [one.name for one in given if isinstance(one, MetricHook)]
+        repeated = next((name for name in names if names.count(name) > 1), None)
+        if repeated is not None:
+            raise ConfigError(
+                f"two of the hooks write the metric eval_{repeated}: give one of them another name, as in"
+                f" MetricHook(..., name='{repeated}_2')"
+            )
         if not any(isinstance(one, LossHook) for one in given):
             given.append(LossHook())
         if self.lr_scheduler is not None and not any(isinstance(one, LRScheduleHook) for one in given):

@@ -20,13 +20,13 @@ from booster.checkpoint_io.commit import paths_in, replaced_file
 from booster.checkpoint_io.formats.json import MAX_JSON_BYTES
 from booster.checkpoint_io.formats.optimizer_values import MASTER_SUFFIX, parse_values
 from booster.checkpoint_io.layout import (
+    BIN_SUFFIXES,
     MODEL,
     OPTIMIZER,
     SAFETENSORS_SUFFIXES,
     SINGLE_FILE_SUFFIXES,
     TRAINING_STATE,
     TRAINING_STATE_MANIFEST,
-    check_suffix,
     save_target,
 )
 from booster.checkpoint_io.loading.reader import StoredCheckpoint, open_directory
@@ -183,7 +183,7 @@ def consolidate(
         ConfigError: The target is inside the source's directory, is a directory, has another suffix, or exists.
         CheckpointError: The source is damaged, or writing failed.
     """
-    check_suffix(target, is_safetensors=target.suffix in SAFETENSORS_SUFFIXES)
+    _check_suffix(target, SINGLE_FILE_SUFFIXES)
     file = save_target(target, part.kind, shard=False)
     _check_target(storage, source, target, overwrites=overwrites)
     with part.open(storage, verifies=True) as stored:
@@ -193,6 +193,11 @@ def consolidate(
             values=None if stored.groups is None else stored.groups.decode("utf-8", "surrogatepass"),
         )
     Saver(CheckpointGroup(), storage).save(lambda: SaveRequest(parts=[checkpoint_part]), "consolidating")
+
+
+def _check_suffix(target: Path, allowed: Sequence[str]) -> None:
+    if target.suffix not in allowed:
+        raise ConfigError(f"{target} is to be one file: give a name that ends in {' or '.join(allowed)}")
 
 
 def _parts(
@@ -377,7 +382,7 @@ def export_optimizer(
         CheckpointError: The source is damaged, values cannot be loaded by torch, or writing failed.
     """
     part = source.only_part(OPTIMIZER)
-    check_suffix(target, is_safetensors=False)
+    _check_suffix(target, BIN_SUFFIXES)
     _check_target(storage, source, target, overwrites=overwrites)
     with part.open(storage, verifies=True) as stored:
         if stored.groups is None:

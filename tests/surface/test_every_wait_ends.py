@@ -112,6 +112,10 @@ ALLOWED = {
     "checkpoint_io/saving/save.py": {
         "self._async.wait": SAVES,
     },
+    "checkpoint_io/storage.py": {
+        "_freeing.wait_for": OWN_THREADS,
+        "_held.get": "a context variable",
+    },
     "checkpoint_io/saving/writer.py": {
         "self._idle.get": OWN_THREADS,
     },

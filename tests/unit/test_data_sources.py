@@ -378,6 +378,54 @@ def test_a_shorter_stream_cannot_be_resumed():
         list(other)
 
 
+def test_a_stream_may_return_its_own_state_object():
+    class Live(IterableDataset):
+        def __init__(self):
+            self.state = {"next": 0}
+
+        def state_dict(self):
+            return self.state
+
+        def load_state_dict(self, state):
+            self.state = dict(state)
+
+        def __iter__(self):
+            first, self.state["next"] = self.state["next"], 0
+            for number in range(first, 23):
+                self.state["next"] = number + 1
+                yield number
+
+    loaders = [prepare_dataloader(Live(), 2, dp_rank=rank, dp_size=2) for rank in range(2)]
+    passes = [iter(one) for one in loaders]
+    read = [number for _ in range(2) for one in passes for number in next(one).tolist()]
+    states = [one.state_dict() for one in loaders]
+    resumed = [prepare_dataloader(Live(), 2, dp_rank=rank, dp_size=2) for rank in range(2)]
+    for one, state in zip(resumed, states, strict=True):
+        one.load_state_dict(state)
+    read += [number for batches in zip(*resumed, strict=True) for batch in batches for number in batch.tolist()]
+    assert sorted(set(read)) == list(range(23))
+
+
+def test_a_sampler_may_yield_tuples_and_arrays():
+    class Places(Sampler):
+        def __len__(self):
+            return 4
+
+        def __iter__(self):
+            yield from [(0, 1), (1, np.int64(2)), (torch.tensor(2), 3), (0, 0)]
+
+    class Matrix:
+        def __len__(self):
+            return 12
+
+        def __getitem__(self, place):
+            assert type(place) is tuple
+            return int(np.arange(12).reshape(3, 4)[place])
+
+    (one,) = (prepare_dataloader(DataLoader(Matrix(), 2, sampler=Places()), dp_rank=0, dp_size=1),)
+    assert [batch.tolist() for batch in one] == [[1, 6], [11, 0]]
+
+
 def test_an_error_of_a_stream_comes_through_and_is_not_counted():
     class Broken(IterableDataset):
         def __iter__(self):

@@ -7,9 +7,10 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from booster.data import prepare_dataloader
+from booster.data.worker_seeding import may_draw
 
 
 class Augmented(Dataset):
@@ -95,11 +96,35 @@ def test_main_process_keeps_its_random_states():
         assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
 
 
-def test_main_process_augments_from_its_own_random_state():
-    torch.manual_seed(5)
-    expected = [torch.rand(1).item() for _ in range(11)]
-    torch.manual_seed(5)
-    assert [row[3] for batch in loader(num_workers=0) for row in batch] == expected
+def test_main_process_augments_as_workers_do_and_keeps_its_random_states():
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    assert list(loader(num_workers=0)) == list(loader(num_workers=2))
+    assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_ranks_draw_different_numbers(num_workers):
+    ranks = [list(loader(dp_rank=rank, dp_size=2, num_workers=num_workers)) for rank in range(2)]
+    drawn = [{row[3] for batch in batches for row in batch} for batches in ranks]
+    assert drawn[0].isdisjoint(drawn[1])
+
+
+def test_a_collate_function_that_draws_is_seeded_too():
+    def draw(samples):
+        return torch.rand(1).item()
+
+    ranks = [list(loader(range(8), dp_rank=rank, dp_size=2, num_workers=0, collate_fn=draw)) for rank in range(2)]
+    assert len({*ranks[0], *ranks[1]}) == len(ranks[0]) + len(ranks[1])
+    assert ranks[0] == list(loader(range(8), dp_rank=0, dp_size=2, num_workers=1, collate_fn=draw))
+
+
+def test_what_draws_nothing_is_not_seeded():
+    tensors = TensorDataset(torch.arange(4))
+    for plain in (tensors, Subset(tensors, [0, 1]), ConcatDataset([tensors, tensors]), [1, 2]):
+        assert not may_draw(plain, default_collate)
+        assert may_draw(plain, list)
+    assert may_draw(Augmented(), default_collate)
+    assert may_draw(ConcatDataset([tensors, Augmented()]), default_collate)
 
 
 def test_users_functions_see_the_users_dataset():

@@ -232,6 +232,20 @@ def test_foreign_states_are_refused_and_change_nothing(change, words):
     assert flat(read(one)) == order(10, 0)
 
 
+def test_what_is_no_state_epoch_or_generator_is_refused():
+    one = prepare_dataloader(range(10), 2, dp_rank=0, dp_size=1)
+    for state in (None, 5):
+        with pytest.raises(ConfigError, match="pass what a loader's state_dict"):
+            one.load_state_dict(state)
+    for epoch in (-1, 1.5, "1"):
+        with pytest.raises(ConfigError, match="is not the number of an epoch"):
+            one.set_epoch(epoch)
+    one.set_epoch(torch.tensor(3))
+    assert one.epoch == 3
+    with pytest.raises(ConfigError, match=r"is not a torch\.Generator"):
+        prepare_dataloader(range(10), 2, dp_rank=0, dp_size=1, generator=5)
+
+
 def test_users_generator_is_part_of_the_state():
     def fresh(seed):
         return loader(generator=torch.Generator().manual_seed(seed))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from booster import Booster, FP16TorchMixedPrecision, Trainer
 from booster.core.model_wrapper import LabeledBatch, call_with_batch
@@ -192,6 +192,15 @@ def test_metrics_that_would_sum_over_ranks_are_told_not_to():
     assert (found["eval_metric"], found["eval_all_a"]) == (0.0, 0.0)
 
 
+def test_metrics_of_one_kind_have_names():
+    hooks = [AccuracyHook(), AccuracyHook("least", outputs=torch.neg)]
+    trainer, loader = make(hooks=hooks)
+    trainer.evaluate(loader)
+    logits = F.linear(INPUTS, weights(trainer), trainer.model.unwrap().layer.bias)
+    assert trainer.metrics["eval_accuracy"] == pytest.approx(float((logits.argmax(1) == LABELS).double().mean()))
+    assert trainer.metrics["eval_least"] == pytest.approx(float((logits.argmin(1) == LABELS).double().mean()))
+
+
 def test_a_metric_that_is_a_mean_is_an_error():
     trainer, loader = make(hooks=[MetricHook(lambda outputs, targets: outputs.mean(), "mean")])
     with pytest.raises(ConfigError, match="without a row per sample"):
@@ -328,6 +337,10 @@ def test_a_tracker_that_is_not_installed_is_an_error(name, monkeypatch):
 # Wrong uses.
 
 
+# As loops for DDP have it: with shuffle=True every epoch would have one order, and evaluations count samples twice.
+DIVIDED = DataLoader([1, 2, 3], sampler=DistributedSampler([1, 2, 3], num_replicas=2, rank=0))
+
+
 class Misspelt:
     def after_iteraton(self, trainer):
         pass
@@ -352,6 +365,8 @@ class Late(Hook):
         ({"accumulate": 0}, "accumulate=0 is not a count"),
         ({"max_norm": -1.0}, "max_norm=-1.0"),
         ({"gradient_handlers": ["Unknown"]}, "is unknown"),
+        ({"gradient_handlers": 5}, "gradient_handlers=5 is a single handler"),
+        ({"hooks": [AccuracyHook(), AccuracyHook()]}, "two of the hooks write the metric eval_accuracy"),
     ],
 )
 def test_wrong_arguments_of_a_trainer(arguments, message):
@@ -369,6 +384,7 @@ def test_wrong_arguments_of_a_trainer(arguments, message):
         ({"epochs": 1, "resume": "auto"}, "there is none: add one"),
         ({"epochs": 1, "resume": 3}, r"fit\(resume=3\): give resume='auto'"),
         ({"epochs": 1, "eval_loader": 3}, "eval_loader must be iterable"),
+        ({"epochs": 1, "eval_loader": DIVIDED}, "divided by a DistributedSampler.*prepare_dataloader"),
     ],
 )
 def test_wrong_arguments_of_fit(arguments, message):
@@ -392,6 +408,7 @@ def test_wrong_arguments_of_fit(arguments, message):
         (lambda: CheckpointHook(3), "path must be a path"),
         (lambda: CheckpointHook("a", keep_last=0), "keep_last=0"),
         (lambda: ProfilerHook("a", active=0), "active=0"),
+        (lambda: ProfilerHook("a", ranks=0), r"write ranks=\[0\]"),
     ],
 )
 def test_wrong_arguments_of_hooks(make_hook, message):
