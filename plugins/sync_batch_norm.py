@@ -1,4 +1,4 @@
-"""Batch normalization over the batches of all data-parallel ranks, on any device.
+"""Normalization over the batches of all data-parallel ranks, on any device, and buffers that are equal on all ranks.
 
 Torch's `SyncBatchNorm` accepts accelerator tensors only. `SynchronizedBatchNorm` supports all devices; a data-parallel
 step then equals one process's step on the global batch.
@@ -15,9 +15,13 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
-from booster.comm import all_gather_equal, all_reduce_sum
+from booster.comm import all_gather_equal, all_reduce_sum, group_size, sum_dtype
+from booster.core.compiling import not_compiled
 from booster.device import has_sync_batch_norm
+
+from .sharding.buffer_pool import broadcast_coalesced
 
 
 class _Normalize(torch.autograd.Function):
@@ -160,3 +164,22 @@ def convert_batch_norm(model: nn.Module, device: torch.device, group: dist.Proce
                 else:
                     replaced[child] = SynchronizedBatchNorm(child, group)
             setattr(parent, name, replaced[child])
+
+
+@not_compiled
+@torch.no_grad()
+def synchronize_buffers(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Make the buffers of all ranks equal: the first rank's, and of instance norms the mean of all ranks' statistics.
+
+    The statistics of a batch are means over its samples, so that with equally many samples on each rank the mean is
+    what one process computes, after any number of forwards. Collective over the group.
+    """
+    buffers = list(model.buffers())
+    if not buffers:
+        return
+    norms = [one for one in model.modules() if isinstance(one, _InstanceNorm) and one.running_mean is not None]
+    statistics = [one for norm in norms for one in (norm.running_mean, norm.running_var) if one is not None]
+    averaged = {id(one) for one in statistics}
+    broadcast_coalesced([one for one in buffers if id(one) not in averaged], group)
+    for one in statistics:
+        one.data.copy_(all_reduce_sum(one.detach().to(sum_dtype(one.dtype)).clone(), group).div_(group_size(group)))

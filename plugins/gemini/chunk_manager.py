@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from booster.comm import any_rank, broadcast_numbers, group_size, is_fake_world, raise_on_all_ranks
 from booster.device import memory_allocated
 from booster.errors import ConfigError
@@ -415,6 +417,10 @@ class ChunkManager:
 
         Collective unless nothing is to be gathered (Note [Collective order]).
         """
+        if torch.is_inference_mode_enabled():  # autograd refuses what is made there, and training uses it later
+            with torch.inference_mode(False), torch.no_grad():
+                self.need(params)
+            return
         chunks = {param.chunk.index: param.chunk for param in params}
         self._note_use(tuple(chunks))
         for chunk in chunks.values():

@@ -26,7 +26,7 @@ from booster.kernels.checksum import crc32
 from booster.lazy_init import is_lazy, materialize_tensor
 from booster.logger import log_rank_zero
 from booster.plugins.base import refuse_conversion
-from booster.plugins.sharding.buffer_pool import broadcast_coalesced
+from booster.plugins.sync_batch_norm import synchronize_buffers
 from booster.validation import error_of
 
 from .chunk import Chunk, ChunkParam
@@ -78,7 +78,7 @@ class GeminiModel(ModelWrapper):
             refuse_transforms()
         self.check_weights()
         if self.broadcasts_buffers and self.training and torch.is_grad_enabled():
-            broadcast_coalesced(list(self.module.buffers()), self._settings.data_parallel_group)
+            synchronize_buffers(self.module, self._settings.data_parallel_group)
 
     # Weights.
 

@@ -598,7 +598,7 @@ class ModuleHook:
 def _on_grad_accumulated(hooks: weakref.ref[ModuleHooks], parameter: torch.Tensor) -> None:
     """Handle a gradient, without a reference from it: Python can't collect a cycle through a tensor's hooks."""
     alive = hooks()
-    if alive is not None:
+    if alive is not None and parameter.grad is not None:  # autograd drops that of one frozen since its forward
         alive.on_grad_ready(parameter)
 
 

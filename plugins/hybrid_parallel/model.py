@@ -33,6 +33,7 @@ from booster.interface import ModelWrapper
 from booster.kernels.checksum import tensor_crc32
 from booster.plugins.low_level_zero.model import ZeroModel
 from booster.plugins.sharding.buffer_pool import broadcast_coalesced
+from booster.plugins.sync_batch_norm import synchronize_buffers
 from booster.pytree import iter_tensors, map_tensors
 from booster.rng_state import get_rng_state, set_rng_state
 
@@ -185,7 +186,7 @@ class HybridModel(ZeroModel):
         """Prepare the forwards of a batch's microbatches. Collective: yes."""
         self.wait_for_weights()
         if self.training and self.broadcasts_buffers:
-            broadcast_coalesced(list(self.module.buffers()), self._group)
+            synchronize_buffers(self.module, self._group)
 
     def run_chunk(
         self, chunk: ModelChunk, received: StageActivation | None, batch: Any

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -77,6 +77,7 @@ class LocalOptimizer(OptimizerWrapper):
         self._outer: torch.optim.SGD | None = None
         self._anchors: dict[nn.Parameter, nn.Parameter] = {}
         self._trained: dict[nn.Parameter, None] = {}  # in this round, in order
+        self._is_in_round = False
         model.register_load_hook(self._restart_round)
 
     def set_outer_optimizer(self, lr: float, momentum: float, *, nesterov: bool) -> None:
@@ -105,6 +106,25 @@ class LocalOptimizer(OptimizerWrapper):
             for parameter in parameters:
                 self._outer.state[self._anchors[parameter]]["momentum_buffer"] = torch.zeros_like(parameter)
 
+    def _update_parameters(self) -> None:
+        self._begin_round()
+        super()._update_parameters()
+
+    def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
+        self._begin_round()
+        return super()._step_with_closure(closure)
+
+    @torch.no_grad()
+    def _begin_round(self) -> None:
+        """In the first step of a round, take over weights that were written between rounds."""
+        if self._is_in_round or self._outer is None:
+            return
+        self._is_in_round = True
+        if self.master_weights is not None:
+            self.master_weights.refresh()
+        for parameter, anchor in self._anchors.items():
+            anchor.copy_(parameter)
+
     def _end_step(self) -> None:
         # Before hooks of the step, which may save or evaluate.
         self._trained.update(dict.fromkeys(one for one in self._optimized_parameters() if one.requires_grad))
@@ -131,7 +151,7 @@ class LocalOptimizer(OptimizerWrapper):
         if trained:
             broadcast(self.model.buffers())
         self._trained.clear()
-        self._local_model.steps_in_round = 0
+        self._local_model.steps_in_round, self._is_in_round = 0, False
 
     def _step_outer(self, outer: torch.optim.SGD, trained: Sequence[nn.Parameter]) -> None:
         anchors = [self._anchors[one] for one in trained]
@@ -146,10 +166,8 @@ class LocalOptimizer(OptimizerWrapper):
     @torch.no_grad()
     def _restart_round(self) -> None:
         """Start a round from weights that were loaded, which are equal on all ranks."""
-        for parameter, anchor in self._anchors.items():
-            anchor.copy_(parameter)
         self._trained.clear()
-        self._local_model.steps_in_round = 0
+        self._local_model.steps_in_round, self._is_in_round = 0, False
 
     def checkpoint_state(self) -> LocalState:
         return LocalState(self)

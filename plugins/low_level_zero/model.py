@@ -15,7 +15,7 @@ from booster.comm import AllGather, start_all_gather
 from booster.core.compiling import is_compiled_layer, not_compiled
 from booster.interface import ModelWrapper
 from booster.plugins.base import refuse_conversion
-from booster.plugins.sharding.buffer_pool import broadcast_coalesced
+from booster.plugins.sync_batch_norm import synchronize_buffers
 
 from .grad_bucket import GradientBucket
 
@@ -137,7 +137,7 @@ class ZeroModel(ModelWrapper):
 
     def _begin_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.broadcasts_buffers and self.training and torch.is_grad_enabled():
-            broadcast_coalesced(list(self.module.buffers()), self._group)
+            synchronize_buffers(self.module, self._group)
 
     def _run_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.wait_for_weights()

@@ -164,7 +164,9 @@ class GradientReducer:
         self._next, self._num_microbatches = 0, num_microbatches
 
     def on_grad_ready(self, param_grad: ParamGrad) -> None:
-        """Handle a gradient that has arrived in `.grad`."""
+        """Handle a gradient in `.grad`; autograd drops that of a parameter that was frozen since its forward."""
+        if param_grad.parameter.grad is None:
+            return
         param_grad.is_used = param_grad.is_local = True
         param_grad.num_arrived += self._is_collecting
         if not self._is_collecting:

@@ -416,6 +416,10 @@ class ShardedOptimizer(OptimizerWrapper):
         self._is_stepping = True
         try:
             self._run_on_all_ranks(self._step_shards)
+        except Exception:
+            if self._accumulation.num_backwards > 0:
+                self._finish_step()  # what was updated: a caller who continues needs equal weights on all ranks
+            raise
         finally:
             self._is_stepping = False
         if self._accumulation.num_backwards > 0:

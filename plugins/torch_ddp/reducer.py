@@ -28,7 +28,7 @@ from booster.errors import ConfigError, DesyncError
 from booster.fault_tolerance.collective_errors import translate_errors
 from booster.fault_tolerance.failure_diagnosis import CollectiveId
 from booster.plugins.base import taking_hooks
-from booster.plugins.sharding.buffer_pool import broadcast_coalesced
+from booster.plugins.sync_batch_norm import synchronize_buffers
 
 from .config import DDPConfig
 from .grad_bucket import (
@@ -364,7 +364,7 @@ class Reducer:
             grad.unclaimed = None
         module = self._module()
         if self._config.broadcast_buffers and module is not None:
-            broadcast_coalesced(list(module.buffers()), None)
+            synchronize_buffers(module)
         self._note_reduced()
 
     def _reduce_frozen(self, used: Sequence[bool]) -> None:

@@ -63,10 +63,16 @@ class ShardedWeight(DTensor):
     @not_compiled
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled():  # where operators of DTensors fail, such as detach()
+            with torch.inference_mode(False), torch.no_grad():
+                return cls.__torch_function__(func, types, args, kwargs)
         if func not in _READS_NO_WEIGHTS:
             args, kwargs = _with_whole_weights(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if isinstance(result, DTensor) and any(one.is_partial() for one in result.placements):
+                return result.full_tensor()  # of all ranks' shards: `item()` would give that of this rank's
+            return result
 
     @classmethod
     @not_compiled
@@ -333,12 +339,16 @@ class ShardedParam:
         if shown is None:
             raise replaced_parameter_error(self.name)
         # Not `self.shown` and a loop, nor `__torch_function__`: this runs several times a step for each parameter.
+        # The unsharded one is not shown between forwards, and autograd drops the gradients of one that is frozen.
+        leaf = shown if self.unsharded_param is None else self.unsharded_param
         with torch._C.DisableTorchFunctionSubclass():
             if self.original.requires_grad is self.parameter.requires_grad is shown.requires_grad is before:
+                if leaf.requires_grad is not before:
+                    leaf.requires_grad_(before)
                 return before
         self._requires_grad = not before
         self.is_reduced = self.is_reduced or not before
-        for one in (self.original, self.parameter, self.shown):
+        for one in (self.original, self.parameter, shown, leaf):
             one.requires_grad_(not before)
         return self._requires_grad
 

@@ -24,10 +24,10 @@ from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper, TensorSlice
 from booster.kernels.checksum import tensor_crc32
 from booster.plugins.base import refuse_conversion
-from booster.plugins.sharding.buffer_pool import broadcast_coalesced
 from booster.plugins.sharding.collective_order import CollectiveKind, CollectiveOrder
 from booster.plugins.sharding.deferred_init import sharded_copy_error
 from booster.plugins.sharding.optimizer import replaced_memory_error
+from booster.plugins.sync_batch_norm import synchronize_buffers
 
 from .fsdp2_internals import DEEPCOPY, ShardedParam, detached_from_fsdp, original_class, replaced_parameter_error
 from .param_group import ParamGroup
@@ -126,7 +126,7 @@ class FSDPModel(ModelWrapper):
             self.check_not_moved()
             self._has_evaluated = False
             if self.broadcasts_buffers and self.training and torch.is_grad_enabled():
-                broadcast_coalesced(list(self.module.buffers()), None)
+                synchronize_buffers(self.module)
             self.collective_order.begin_pass(CollectiveKind.FORWARD_BEGIN, torch.is_grad_enabled())
 
     def _end_run(self) -> None:
@@ -212,6 +212,8 @@ class FSDPModel(ModelWrapper):
 
     def bump_versions(self) -> None:
         """Bump the weights' version counters, so that backward through an older graph raises."""
+        for group in self.fsdp_groups:
+            group.forget_graphs_of_gradients()
         weights = [one.unsharded_param if isinstance(one, ShardedParam) else one.parameter for one in self.fsdp_params]
         torch.autograd.graph.increment_version([one for one in weights if one is not None])
 

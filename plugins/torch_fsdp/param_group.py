@@ -337,7 +337,7 @@ class ParamGroup:
         module.set_custom_all_gather(ParamGroupAllGather(self))
         module.set_requires_gradient_sync(False, recurse=False)  # FSDP2 accumulates those that were not taken
         self.input_hook = InputGradHook(cast(nn.Module, module), self._on_input_gradients)
-        self.fsdp2.replace_backward(self._post_backward, self.input_hook.register, self._note_graph_of_gradients)
+        self.fsdp2.replace_backward(self._post_backward, self.input_hook.register, self._prepare_backward)
         cast(nn.Module, module).register_forward_pre_hook(self._unshard_for_inference, prepend=True)
         cast(nn.Module, module).register_forward_pre_hook(self._begin_forward)  # behind FSDP2's, which gathers
         cast(nn.Module, module).register_forward_hook(self._end_forward)
@@ -529,11 +529,17 @@ class ParamGroup:
     # `torch.autograd.grad(..., create_graph=True)`, as of a gradient penalty, makes a graph that has saved the gathered
     # weights. FSDP2 frees their memory at the end of each backward, and in the next one gathers them again by hooks on
     # the outputs, which need not be part of it. So a backward that makes a graph leaves the weights gathered, and the
-    # next one gathers those that a forward has freed since at its start, and frees them at its end.
+    # following ones, up to the step, gather those that are freed at their start, and free them at their end.
 
-    def _note_graph_of_gradients(self) -> None:
+    def _prepare_backward(self) -> None:
+        for param in self.params:
+            param.sync_requires_grad()  # it may have been changed since the forward
         self._makes_graph = torch.is_grad_enabled()
         self._has_graph_of_gradients |= self._makes_graph
+
+    def forget_graphs_of_gradients(self) -> None:
+        """Note that the weights have changed, so that no earlier graph is used any more."""
+        self._has_graph_of_gradients = False
 
     def gather_for_graph_of_gradients(self) -> None:
         """Gather the weights that a graph of gradients needs; see Note [Graphs of gradients]. Collective if any."""
@@ -549,7 +555,6 @@ class ParamGroup:
         """Replacement of FSDP2's post-backward; see Note [Reduced gradients]."""
         if self._makes_graph:
             return
-        self._has_graph_of_gradients = False
         if self.params[0].unsharded_param is None:
             return  # gradients loaded from a checkpoint, which FSDP2 cannot hold before the first all-gather
         if self.on_gradients is not None and self.has_unreduced_grads:

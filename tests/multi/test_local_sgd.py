@@ -182,6 +182,27 @@ def test_bf16_trains_and_ranks_agree():
 
 
 @distributed(world_size=2)
+@pytest.mark.parametrize("outer", [{}, DILOCO], ids=["mean", "diloco"])
+def test_weights_written_between_rounds_stay(outer):
+    run = Run("sgd", LocalSGDPlugin(period=2, **outer))
+    for group in run.optimizer.param_groups:
+        group["lr"] = 0.0
+    first = run.model.unwrap()[0]
+
+    def train_a_round():
+        for step in range(2):
+            run.booster.backward(loss_of(run.model, batch(step, group_rank())), run.optimizer)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+    train_a_round()
+    with torch.no_grad():
+        first.weight.fill_(1.0)
+    train_a_round()
+    torch.testing.assert_close(first.weight.detach(), torch.ones_like(first.weight))
+
+
+@distributed(world_size=2)
 def test_frozen_weights_stay_as_they_are_and_new_groups_are_averaged():
     run = Run("sgd", LocalSGDPlugin(period=2, **DILOCO))
     first, last = run.model.unwrap()[0], run.model.unwrap()[3]

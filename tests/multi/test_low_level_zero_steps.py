@@ -365,3 +365,35 @@ def test_weights_loaded_after_boost_are_those_that_train(stage, precision):
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     source.to(current_device())
     assert same(loaded, {name: tensor.to(dtype) for name, tensor in source.state_dict().items()})
+
+
+@STAGES
+@distributed(world_size=2)
+def test_an_error_behind_the_update_leaves_equal_weights(stage):
+    booster, model = Booster(plugin=LowLevelZeroPlugin(stage, "fp32")), nn.Linear(4, 3)
+    optimizer = sgd(model)
+    numbers = []
+
+    def fail_once(*_):
+        numbers.append(1)
+        if len(numbers) == 2:
+            raise ValueError("by the user's hook")
+
+    optimizer.register_step_post_hook(fail_once)
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    reference = nn.Linear(4, 3).to(current_device())
+    reference.load_state_dict(model.state_dict())
+    expected = sgd(reference)
+    x = torch.ones(2, 4, device=current_device())
+    for step in range(3):
+        booster.backward(model(x).square().mean(), optimizer)
+        reference(x).square().mean().backward()
+        if step == 1:
+            with pytest.raises(ValueError, match="by the user's hook"):
+                optimizer.step()
+        else:
+            optimizer.step()
+        expected.step()
+        optimizer.zero_grad()
+        expected.zero_grad()
+        torch.testing.assert_close(model.state_dict(), reference.state_dict())

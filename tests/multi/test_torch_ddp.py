@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -286,3 +288,21 @@ def test_batch_norm_equals_one_process(shape, momentum):
     for name, buffer in reference.named_buffers():
         torch.testing.assert_close(getattr(ours, name), buffer, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours.eval()(mine), reference.eval()(whole)[part], rtol=1e-4, atol=1e-4)
+
+
+@distributed(world_size=2)
+def test_running_statistics_of_instance_norms_are_those_of_all_samples():
+    torch.manual_seed(0)
+    norm = nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
+    model = nn.Sequential(nn.Conv1d(3, 4, 3), norm, nn.Conv1d(4, 2, 3)).to(current_device())
+    expected = copy.deepcopy(model)
+    booster = Booster(plugin=TorchDDPPlugin())
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    for step in range(3):
+        samples = torch.randn(4, 3, 9, generator=torch.Generator().manual_seed(step)).to(current_device())
+        booster.backward(model(samples.chunk(2)[dist.get_rank()]).square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected(samples)
+    torch.testing.assert_close(norm.running_mean, expected[1].running_mean)
+    torch.testing.assert_close(norm.running_var, expected[1].running_var)

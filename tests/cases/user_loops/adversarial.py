@@ -113,6 +113,42 @@ def wgan_gp(booster):
     return Outcome(losses, {"generator": generator, "critic": critic})
 
 
+def wgan_gp_by_parts(booster):
+    """The critic's losses and the penalty have backwards of their own, the penalty's last."""
+    critic = seeded(Judge)
+    critic, optimizer, *_ = booster.boost(critic, adamw(critic.parameters()))
+    losses = []
+    for step in range(4):
+        real, fake = (part(booster, noise(number + step, BATCH, WIDTH)) for number in (0, 100))
+        real_score, fake_score = critic(real).mean(), critic(fake).mean()
+        between = (0.5 * real + 0.5 * fake).requires_grad_(True)
+        (slope,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
+        penalty = (slope.norm(dim=1) - 1).square().mean()
+        for loss in (-real_score, fake_score, penalty):
+            booster.backward(loss, optimizer)
+            losses.append(float(loss.detach()))
+        update(optimizer)
+    return Outcome(losses, {"critic": critic})
+
+
+def gan_with_both_losses_first(booster):
+    """The judge is frozen for the generator's loss, after its own was computed; both backwards follow."""
+    generator, g_optimizer, judge, d_optimizer = adversaries(booster)
+    losses = []
+    for step in range(4):
+        real, latent = part(booster, noise(step, BATCH, WIDTH)), part(booster, noise(100 + step, BATCH, LATENT))
+        fake = generator(latent)
+        d_loss = F.softplus(-judge(real)).mean() + F.softplus(judge(fake.detach())).mean()
+        booster.unwrap_model(judge).requires_grad_(False)
+        g_loss = F.softplus(-judge(fake)).mean()
+        booster.unwrap_model(judge).requires_grad_(True)
+        booster.backward(d_loss, d_optimizer)
+        booster.backward(g_loss, g_optimizer)
+        update(d_optimizer, g_optimizer)
+        losses += [float(d_loss.detach()), float(g_loss.detach())]
+    return Outcome(losses, {"generator": generator, "judge": judge})
+
+
 def gradient_penalty(booster):
     """R1: the squared gradient of the outputs with respect to the inputs."""
     model = seeded(Judge)

@@ -80,6 +80,8 @@ _LOOPS = (
     UserLoop(adversarial.gan, BY_STAGES),
     UserLoop(adversarial.gan_with_a_frozen_judge, BY_STAGES),
     UserLoop(adversarial.wgan_gp, BY_STAGES),
+    UserLoop(adversarial.wgan_gp_by_parts, BY_STAGES),
+    UserLoop(adversarial.gan_with_both_losses_first, BY_STAGES),
     UserLoop(adversarial.gradient_penalty, BY_STAGES),
     UserLoop(adversarial.encoder_and_decoder, BY_STAGES),
     UserLoop(adversarial.actor_and_critic, BY_STAGES),
@@ -133,6 +135,9 @@ _LOOPS = (
         training.l2_penalty,
         BY_STAGES | {TENSOR: "losses of the same batch .* compute it from the model's outputs"},
     ),
+    UserLoop(training.frozen_reference, BY_STAGES),
+    UserLoop(training.frozen_before_backward, BY_STAGES),
+    UserLoop(training.logged_weights, without=(TENSOR, STAGES)),  # there parameters are a rank's part
     UserLoop(language.dpo, BY_STAGES, has_sequences=True),
     UserLoop(language.dpo_with_two_forwards, BY_STAGES, has_sequences=True),
     UserLoop(language.dpo_of_pairs, has_sequences=True),

@@ -383,3 +383,60 @@ def l2_penalty(booster):
         update(optimizer)
         losses.append(float(loss.detach()))
     return Outcome(losses, {"model": model})
+
+
+def frozen_reference(booster):
+    """The weights are frozen for a reference forward behind the one that is trained, as peft's `disable_adapter`."""
+    model = seeded(Net)
+    model, optimizer, *_ = booster.boost(model, adamw(model.parameters()))
+    weights = list(booster.unwrap_model(model).parameters())
+    losses = []
+    for step in range(4):
+        inputs = part(booster, noise(step, BATCH, WIDTH))
+        outputs = model(inputs)
+        for one in weights[: len(weights) if step % 2 else 1]:
+            one.requires_grad_(False)
+        with torch.no_grad():
+            reference = model(inputs)
+        for one in weights:
+            one.requires_grad_(True)
+        loss = squares(outputs, inputs) + (outputs - reference - 1).square().mean()
+        booster.backward(loss, optimizer)
+        booster.clip_grad_norm_(optimizer, 0.5)
+        update(optimizer)
+        losses.append(float(loss.detach()))
+    return Outcome(losses, {"model": model})
+
+
+def frozen_before_backward(booster):
+    """A weight is frozen between forward and backward: it has no gradient, and doesn't decay."""
+    model = seeded(Net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    weight = next(booster.unwrap_model(model).parameters())
+    losses = []
+    for step in range(4):
+        inputs = part(booster, noise(step, BATCH, WIDTH))
+        loss = squares(model(inputs), inputs)
+        weight.requires_grad_(step % 2 == 0)
+        booster.backward(loss, optimizer)
+        booster.clip_grad_norm_(optimizer, 0.5)
+        update(optimizer)
+        weight.requires_grad_(True)
+        losses.append(float(loss.detach()))
+    return Outcome(losses, {"model": model})
+
+
+def logged_weights(booster):
+    """Norms, sums and extremes of the weights are logged between steps, also in inference mode."""
+    model = seeded(Net)
+    model, optimizer, *_ = booster.boost(model, sgd(model.parameters()))
+    losses, logged = [], []
+    for step in range(4):
+        losses.append(fit(booster, model, optimizer, part(booster, noise(step, BATCH, WIDTH)), squares))
+        update(optimizer)
+        with torch.inference_mode() if step % 2 else torch.no_grad():
+            for one in booster.unwrap_model(model).parameters():
+                logged += [one.norm().item(), one.sum().item(), one.mean().item(), float(one.abs().max())]
+                logged += [(one * one).sum().item(), one.detach().norm().item()]
+    return Outcome(losses, {"model": model}, {"logged": torch.tensor(logged)})
