@@ -57,6 +57,7 @@ from .tp_plan.plan import (
     generalize,
 )
 from .tp_plan.resolve import choose_plan
+from .tp_plan.token_wise_check import check_attention_alone_mixes_tokens
 
 
 def planned_shard_specs(
@@ -400,6 +401,7 @@ class ModelPartitioner:
             )
         if self.sp_group is not None:
             check_only_attention_mixes_tokens(model, plan.stacks)
+            check_attention_alone_mixes_tokens(model, plan.stacks)
         Materializer(model, self._device, param_init_fn=None, sync=True).check()
         return PartitionPlan(plan, self.stage_partition(model), experts)
 

@@ -14,21 +14,15 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from booster.errors import ConfigError, first_line
-from booster.plugins.hybrid_parallel.sequence_parallel.layer_stack import map_hidden
 from booster.plugins.hybrid_parallel.tensor_parallel.linear import is_linear
 from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import Block, local_sizes, sharded_spec
 from booster.pytree import map_tensors
 
 from .plan import (
-    COLUMN_STYLES,
-    ROW_STYLES,
     AttributeChange,
-    PlannedEntry,
-    TensorParallelPlan,
     feature_sizes,
     split_dim,
 )
-from .sequence_regions import is_cross_attention, is_within
 
 UNSHARDED_SIZES_HINT = (
     "where its code computes sizes from the full width, such as C // self.n_head, or uses the full width in a view or"
@@ -253,7 +247,7 @@ def try_inputs(
         return f"it cannot be copied ({first_line(error)})"
     reason = ""
     for inputs in tried:
-        for positions in _positions(module, inputs):
+        for positions in position_arguments(module, inputs):
             try:
                 return function(copied, inputs, {**arguments, **positions})
             except Exception as error:  # a user's forward may raise anything
@@ -273,7 +267,7 @@ def _sample_inputs(module: nn.Module) -> tuple[dict[str, object], Iterator[torch
     for parameter in parameters[1:]:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or parameter.default != parameter.empty:
             continue
-        if "mask" not in parameter.name and parameter.name not in _POSITIONS:
+        if "mask" not in parameter.name and parameter.name not in POSITIONS:
             return f"its forward has the further argument {parameter.name!r}, whose value is unknown"
         arguments[parameter.name] = None
     return arguments, _inputs(module)
@@ -288,11 +282,11 @@ def _inputs(module: nn.Module) -> Iterator[torch.Tensor]:
             yield torch.randn(shape, dtype=torch.float64, device="cpu", generator=generator)
 
 
-_POSITIONS = ("position_ids", "cache_position", "position_embeddings")
+POSITIONS = ("position_ids", "cache_position", "position_embeddings")
 _ROTARY_SIZES = ("head_dim", "head_size", "attention_head_size", "rotary_ndims", "rotary_dim", "qk_rope_head_dim")
 
 
-def _positions(module: nn.Module, inputs: torch.Tensor) -> Iterator[dict[str, object]]:
+def position_arguments(module: nn.Module, inputs: torch.Tensor) -> Iterator[dict[str, object]]:
     """Yield values of the arguments of a module that are places of tokens: none, then those of transformers' layers."""
     yield {}
     if inputs.ndim < 3:
@@ -419,104 +413,3 @@ def module_signature(module: nn.Module, names: tuple[str, ...]) -> tuple[object,
         plain = [(key, value) for key, value in vars(one).items() if type(value) in (int, float, bool, str)]
         kinds.append((name, type(one), tuple(item for item in plain if "idx" not in item[0])))
     return names, shapes, tuple(kinds)
-
-
-def check_token_wise(plan: TensorParallelPlan, model: nn.Module) -> None:
-    """Verify that the layers of a plan's stacks compute tokens independently outside of their regions.
-
-    A sharded sequence requires this, and that the tokens are the second dimension of the regions' inputs. A layer is
-    run on all tokens, and the inputs and outputs of its regions are recorded. It is then run on the first tokens, with
-    its regions returning these tokens of their recorded outputs. The regions' inputs and the layer's output must be the
-    first tokens of the recorded ones.
-
-    Raises:
-        ConfigError: A layer could not be verified.
-    """
-    known: set[tuple[object, ...]] = set()
-    for name in (layer for stack in plan.stacks for layer in stack):
-        layer = model.get_submodule(name)
-        entries = [entry for entry in plan.entries if entry.name.startswith(f"{name}.")]
-        kind = module_signature(layer, tuple(entry.name.removeprefix(name) for entry in entries))
-        if kind in known:
-            continue
-        known.add(kind)
-        blocks = {block.removeprefix(f"{name}.") for block in plan.all_token_blocks if block.startswith(f"{name}.")}
-        reason = _find_violation(layer, name, entries, blocks)
-        if reason:
-            raise ConfigError(
-                f"the layer {name!r} could not be verified to compute tokens independently outside of its sharded"
-                f" modules ({reason}), as a sequence sharded over the tensor-parallel ranks requires: use"
-                " sequence_parallelism_mode='all_to_all', which has a separate axis, or disable sequence parallelism"
-            )
-
-
-def _find_violation(layer: nn.Module, name: str, entries: Iterable[PlannedEntry], blocks: set[str]) -> str:
-    check = run_equivalence_check(layer)
-    if isinstance(check, str):
-        return check
-    prefix = f"{name}."
-    entries = [entry for entry in entries if not is_within(entry.name.removeprefix(prefix), blocks)]
-    columns = [entry for entry in entries if entry.style in COLUMN_STYLES]
-    gathering = {entry.name.removeprefix(prefix) for entry in columns if entry.region == entry.name}
-    sharded = {entry.region.removeprefix(prefix) for entry in columns if entry.region not in ("", entry.name)}
-    rows = {entry.name.removeprefix(prefix) for entry in entries if entry.style in ROW_STYLES}
-    sharded |= blocks | {row for row in rows if not any(row.startswith(f"{region}.") for region in sharded)}
-    return _compare(check, gathering, sharded)
-
-
-def _compare(check: EquivalenceCheck, gathering: set[str], sharded: set[str]) -> str:
-    """Return how a run on the first tokens differs, or "" if it does not.
-
-    Modules of `gathering` gather the tokens of their input and return all; those of `sharded` return the rank's.
-    """
-    if check.inputs.ndim < 3:
-        return "its input is not a tensor of (batch, length, features)"
-    num_tokens = max(1, check.inputs.shape[1] // 2)
-    _, calls = record_calls(copy.deepcopy(check.module), gathering | sharded, check.inputs, check.arguments)
-    recorded: dict[str, tuple[torch.Tensor, Any]] = {
-        name: (given[0], output)
-        for name, ((given, output), *others) in calls.items()
-        if not others and given and isinstance(given[0], torch.Tensor) and _hidden_of(output) is not None
-    }
-    uncalled = {name for name in gathering | sharded if name not in calls and is_cross_attention(name)}
-    if set(recorded) != (gathering | sharded) - uncalled:
-        return "not all of them are called once with a tensor and return one, possibly first in a tuple"
-    module = copy.deepcopy(check.module)
-    differing: list[str] = []
-    for name, (given, output) in recorded.items():
-        first_tokens = given[:, :num_tokens]
-        # A row-parallel layer next to its column-parallel layers gets all tokens, as these return them.
-        expected = (first_tokens, given) if gathering and name in sharded else (first_tokens,)
-        returned = output if name in gathering else map_hidden(output, lambda full: full[:, :num_tokens])
-        _replace(module.get_submodule(name), name, expected, returned, differing)
-    try:
-        result: list[torch.Tensor] | str = run(module, check.inputs[:, :num_tokens], check.arguments)
-    except Exception as error:  # a user's forward may raise anything
-        result = f"{type(error).__name__}: {error}"
-    if differing:
-        return f"the input of {differing[0]} is not (batch, length, features)"
-    if isinstance(result, str):
-        return result
-    hidden, *others = check.output  # the others are of all tokens, or of some
-    same = all_close(result[:1], [hidden[:, :num_tokens]]) and len(result) == len(check.output)
-    same = same and all(
-        all_close(one, other) or all_close(one, other[:, :num_tokens])
-        for one, other in zip(result[1:], others, strict=True)
-    )
-    return "" if same else "its output for some tokens depends on others"
-
-
-def _hidden_of(output: Any) -> torch.Tensor | None:
-    """Return the tensor, or the first one of a tuple, that a module returns."""
-    first = output[0] if isinstance(output, (tuple, list)) and output else output
-    return first if isinstance(first, torch.Tensor) else None
-
-
-def _replace(module: nn.Module, name: str, expected: Iterable[torch.Tensor], output: Any, differing: list[str]) -> None:
-    def forward(*arguments: object, **named: object) -> Any:
-        first = arguments[0] if arguments else named.get("hidden_states")
-        if not isinstance(first, torch.Tensor) or not any(all_close(first, one) for one in expected):
-            differing.append(name)
-        return output
-
-    module.forward = forward

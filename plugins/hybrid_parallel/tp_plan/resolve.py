@@ -19,7 +19,6 @@ from .adapters import check_prefixes, shard_adapters, unwrapped_model, without_a
 from .annotations import marked_placements, plan_of_placements
 from .attention_heads import blocks_of, check_replicated_parameters, find_attentions, owner_of, role_of
 from .auto_plan import derive_plan, head_attributes
-from .equivalence_check import check_token_wise
 from .plan import (
     COLUMN_STYLES,
     ROW_STYLES,
@@ -47,6 +46,7 @@ from .sequence_regions import (
     region_starts,
 )
 from .tables import table_plan, transformers_plan
+from .token_wise_check import check_token_wise
 from .user_plan_check import verify_user_plan
 from .validate import check_plan, check_styles
 
