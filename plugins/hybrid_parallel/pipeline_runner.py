@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -49,6 +50,7 @@ from .pipeline_parallel.schedules import ActionKind, StageAction
 from .pipeline_parallel.schedules.communication import stages_by_position
 from .pipeline_parallel.stage_module import StageModel
 from .pipeline_parallel.stage_partition.stage_plan import StagePartition
+from .pipeline_parallel.trial_forward import TrialForward
 from .sequence_parallel.recorded_outputs import captures
 from .tensor_parallel.deferred_wgrad import DeferredWeightGrads
 
@@ -110,6 +112,7 @@ class PipelineRuntime:
         )
         self._consistency = BatchConsistency(mesh.control_group(*AXES), mesh.rank("dp"))
         self._checked: set[tuple[int, bool]] = set()
+        self._trial = TrialForward(model.module, stage_model.context, stage_model.placeholders, device)
         self._trainable: tuple[bool, ...] = ()
         self._failure: str | None = None
         self._has_reported = False
@@ -245,7 +248,11 @@ class PipelineRuntime:
         # The first forward of a chunk needs a graph, which `check_independent` examines.
         with nullcontext() if check in self._checked else torch.enable_grad():
             activation = None if received is None else received.tree
-            boundary, outputs = self._model.run_chunk(chunk, activation, microbatch.batch)
+            if check in self._checked or activation is None or not self._trial.is_needed:
+                boundary, outputs = self._model.run_chunk(chunk, activation, microbatch.batch)
+            else:
+                run = partial(self._model.run_chunk, chunk)
+                boundary, outputs = self._trial.run(run, activation, microbatch.batch)
             loss = None if boundary is not None else self._loss_of(outputs, step.action.microbatch)
             if check not in self._checked:
                 results = [loss] if loss is not None else []

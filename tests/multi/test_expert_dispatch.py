@@ -211,11 +211,15 @@ class Looping(nn.Module):
         self.gate = nn.Linear(WIDTH, EXPERTS)
         self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
         self.call = call
+        self.balance: list[torch.Tensor] = []
+        self.num_calls = 0
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
         tokens.add_(1)  # in place, as some models add noise
         noise = torch.rand(EXPERTS, device=tokens.device)
         weights, index = (self.gate(tokens) + noise).softmax(-1).max(-1)
+        self.balance.append(weights.sum())
         output = torch.zeros_like(tokens)
         for number in range(EXPERTS):
             chosen = (index == number).nonzero()[:, 0]
@@ -250,7 +254,8 @@ def test_a_loop_over_a_list_of_experts(num_tokens, autocast):
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
             output = module(tokens)
         after = torch.rand(1)
-        output.square().sum().backward()
+        assert (len(module.balance), module.num_calls) == (1, 1)
+        (output.square().sum() + sum(module.balance)).backward()
         found.append((output, tokens, after, own.grad, module.gate.weight.grad))
     bound = {"rtol": 2e-2, "atol": 2e-2} if autocast else {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close(found[0], found[1], **bound)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from booster.comm import all_gather_numbers
+from booster.core.module_state import preserved_state
 from booster.errors import ConfigError
 from booster.moe.discovery import DISPATCH_OBSERVERS, DispatchObservers, experts_in
 from booster.plugins.hybrid_parallel.tensor_parallel.dynamic_class import mixin_forward
@@ -24,7 +25,8 @@ from .experts import ExpertParallelGroup
 # twice, so that the tokens of all experts travel at once and the block's code stays as it is. In the first pass calls
 # of experts only record their tokens and return zeros. Then the tokens are dispatched, and in the second pass the calls
 # return the outputs. The tokens' gradients go through the first pass, those of all else through the second one. Both
-# passes take the same random numbers, and buffers that the first one changed are restored.
+# passes take the same random numbers, and what the first one changed in the block's modules is restored: buffers,
+# attributes, and lists, dicts and sets in them.
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -126,17 +128,14 @@ class _LoopingBlock(nn.Module):
     def _record(self, loop: _Loop, args: Any, kwargs: Any) -> list[_Call]:
         """Run the first pass; return its calls of experts."""
         copies = map_tensors(torch.clone, (args, kwargs))  # the block may change its input in place
-        buffers = [(one, -1 if one.is_inference() else one._version, one.clone()) for one in self.buffers()]
         calls = loop.calls = []
         device = next((one.device for one in self.parameters()), torch.device("cpu"))
         try:
-            with torch.random.fork_rng(() if device.type == "cpu" else (device,), device_type=device.type):
+            devices = () if device.type == "cpu" else (device,)
+            with torch.random.fork_rng(devices, device_type=device.type), preserved_state(self):
                 super().forward(*copies[0], **copies[1])
         finally:
             loop.calls = None
-        for buffer, version, before in buffers:
-            if buffer.is_inference() or buffer._version != version:
-                buffer.copy_(before)
         return calls
 
 

@@ -81,6 +81,7 @@ class PlaceholderModules:
         leaves: Scalar of each placeholder's outputs, by module name and dtype, and of parameters read from them.
         parameters: Names of these parameters.
         is_on_meta: Whether a placeholder is running on the meta device.
+        is_trial: Whether outputs have other values; see Note [Trial forward].
     """
 
     context: ChunkContext
@@ -88,6 +89,7 @@ class PlaceholderModules:
     leaves: dict[tuple[str, torch.dtype], torch.Tensor] = field(default_factory=dict)
     parameters: set[str] = field(default_factory=set)
     is_on_meta: bool = False
+    is_trial: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlaceholderModules:
         return self
@@ -101,6 +103,14 @@ class PlaceholderModules:
 
     def values(self, name: str, like: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the same shape and dtype that takes no memory, unless the model writes into it."""
+        if self.is_trial:  # rows of zeros, as of padding, and others
+            generator = torch.Generator(self.device).manual_seed(0)  # the forward's random numbers stay as they are
+            rows = torch.rand(like.shape[:-1], generator=generator, device=self.device) < 0.5
+            values: Any = 1
+            if like.is_floating_point():
+                values = torch.randn(like.shape, generator=generator, device=self.device)
+            chosen = torch.where(rows.unsqueeze(-1) if like.dim() else rows, values, 0)
+            return chosen.to(like.dtype).expand(like.shape).contiguous()
         if not like.is_floating_point():
             return torch.zeros((), dtype=like.dtype, device=self.device).expand(like.shape)
         key = (name, like.dtype)

@@ -21,6 +21,7 @@ differently has no value that one process would have, and raises.
 
 from __future__ import annotations
 
+import dis
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -238,12 +239,15 @@ class ChunkContext:
         buffers: Persistent buffers that other stages hold as well.
         has_routers: Whether the model has routers of `booster.moe`, with auxiliary losses.
         run: Chunk forward in progress, or None.
+        on_received: Called where the received activation enters the forward, behind code that runs on placeholders;
+            optional.
     """
 
     plan: StagePlan
     buffers: SharedBuffers
     has_routers: bool = False
     run: ChunkForward | None = None
+    on_received: Callable[[], None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ChunkContext:
         return ChunkContext(self.plan, SharedBuffers((), 0), self.has_routers)
@@ -347,6 +351,36 @@ def install_skip_output(module: nn.Module, name: str, complete_at: int, context:
     module.__dict__["_pipeline_skip_output"] = (name, complete_at, context)
 
 
+def forget_forward_attributes(module: nn.Module, name: str, context: ChunkContext) -> None:
+    """Let a chunk's forward raise where it reads what the forward of another stage's module sets on it. In place.
+
+    Args:
+        module: Module of another stage; its submodules are treated alike.
+        name: Its name.
+        context: Context of the model.
+    """
+    for own_name, inner in module.named_modules():
+        attributes = _set_in_forward(type(inner)) & inner.__dict__.keys()
+        for attribute in attributes:
+            del inner.__dict__[attribute]  # it would be what it was before the first forward
+        if attributes:
+            _add_mixin(inner, _ElsewhereModule)
+            inner.__dict__["_pipeline_elsewhere"] = (f"{name}.{own_name}" if own_name else name, context)
+
+
+def _set_in_forward(module_class: type[nn.Module]) -> frozenset[str]:
+    """Return the names of the attributes that a class's forward sets on the module."""
+    names: set[str] = set()
+    code = getattr(module_class.forward, "__code__", None)
+    if code is not None and code.co_argcount > 0:
+        loads_self = False
+        for instruction in dis.get_instructions(code):
+            if instruction.opname == "STORE_ATTR" and loads_self:
+                names.add(instruction.argval)
+            loads_self = instruction.opname.startswith("LOAD_FAST") and instruction.argval == code.co_varnames[0]
+    return frozenset(names)
+
+
 class _Layer(nn.Module):
     """Mixin of layers. Overrides `__call__` and not `forward`, so that hooks of skipped layers do not run."""
 
@@ -354,6 +388,8 @@ class _Layer(nn.Module):
         index, context = self.__dict__["_pipeline_layer"]
         run: ChunkForward = context.require_run()
         if index < run.chunk.start:
+            if index == run.chunk.start - 1 and context.on_received is not None:
+                context.on_received()
             return run.skip_layer()
         if not run.next_layer <= index < run.chunk.stop:
             before = context.plan.layers[run.next_layer - 1]
@@ -371,6 +407,21 @@ class _Layer(nn.Module):
         if run.next_layer == run.chunk.stop and not run.chunk.is_last:
             raise ChunkDone(output)
         return output
+
+
+class _ElsewhereModule(nn.Module):
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            own_name, context = self.__dict__["_pipeline_elsewhere"]
+            if context.run is None or name not in _set_in_forward(type(self)):
+                raise
+            raise ConfigError(
+                f"the model reads {name!r} of {own_name!r}, which its forward sets, and another pipeline stage runs:"
+                " only the output of a layer travels from stage to stage. Let the layers add it up and hand it on with"
+                " their output, or use booster.moe for losses of experts"
+            ) from None
 
 
 class _SkipOutput(nn.Module):

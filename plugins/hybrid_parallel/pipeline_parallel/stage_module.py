@@ -17,6 +17,7 @@ from .stage_forward import (
     ChunkContext,
     PersistentBuffer,
     SharedBuffers,
+    forget_forward_attributes,
     install_layer,
     install_skip_output,
     persistent_buffers,
@@ -132,10 +133,14 @@ def install_chunk_forward(model: nn.Module, stage_model: StageModel, stage: int)
         module = model.get_submodule(name)
         if stage not in stages_of_module[id(module)]:
             stage_model.placeholders.install(module, name)
+            forget_forward_attributes(module, name, stage_model.context)
     if plan.sequence is not None:
         return
     for index, name in enumerate(plan.layers):
-        install_layer(model.get_submodule(name), index, stage_model.context)
+        layer = model.get_submodule(name)
+        install_layer(layer, index, stage_model.context)
+        if stage not in stages_of_module[id(layer)]:
+            forget_forward_attributes(layer, name, stage_model.context)
     for name, complete_at in plan.skip_outputs.items():
         install_skip_output(model.get_submodule(name), name, complete_at, stage_model.context)
 
