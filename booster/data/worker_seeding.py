@@ -56,9 +56,9 @@ class SampleBatch(list[int]):
 
 def may_draw(dataset: Any, collate_fn: Any) -> bool:
     """Return whether reading and collating samples may draw random numbers."""
-    if isinstance(dataset, Subset):
+    if type(dataset) is Subset:
         return may_draw(dataset.dataset, collate_fn)
-    if isinstance(dataset, ConcatDataset):
+    if type(dataset) is ConcatDataset:
         return any(may_draw(one, collate_fn) for one in dataset.datasets)
     return type(dataset) not in (TensorDataset, list, tuple) or collate_fn is not default_collate
 

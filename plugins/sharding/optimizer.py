@@ -417,8 +417,11 @@ class ShardedOptimizer(OptimizerWrapper):
         try:
             self._run_on_all_ranks(self._step_shards)
         except Exception:
-            if self._accumulation.num_backwards > 0:
-                self._finish_step()  # what was updated: a caller who continues needs equal weights on all ranks
+            # What was updated is published: a caller who continues needs equal weights on all ranks. Not where other
+            # ranks may be in collectives of the optimizer's own, or have agreed that the next call retries.
+            is_alone = isinstance(self.optim, ShardAware) or self._may_fail_locally
+            if not is_alone and self._accumulation.num_backwards > 0:
+                self._finish_step()
             raise
         finally:
             self._is_stepping = False

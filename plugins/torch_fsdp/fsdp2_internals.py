@@ -23,7 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from booster.core.compiling import not_compiled
@@ -71,7 +71,10 @@ class ShardedWeight(DTensor):
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
             if isinstance(result, DTensor) and any(one.is_partial() for one in result.placements):
-                return result.full_tensor()  # of all ranks' shards: `item()` would give that of this rank's
+                # Of all ranks' shards: `item()` would give that of this rank's.
+                placements = [Replicate() if one.is_partial() else one for one in result.placements]
+                result = result.redistribute(placements=placements)
+                result.__class__ = cls
             return result
 
     @classmethod

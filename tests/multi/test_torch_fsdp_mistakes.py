@@ -116,6 +116,23 @@ def test_writes_to_whole_weights_and_columns_hold_between_steps():
 
 
 @distributed(world_size=2)
+def test_weights_are_normalized_by_norms_and_means_of_all_shards():
+    booster, model, _ = boosted()
+    plain = net().to(booster.device)
+    for weight in (model.unwrap()[0][0].weight, plain[0][0].weight):
+        weight.data /= weight.data.norm(dim=0, keepdim=True)
+        with torch.no_grad():
+            weight.sub_(0.5 * weight.mean(0, keepdim=True))
+            weight.copy_(weight / weight.norm(dim=0, keepdim=True))
+            weight.div_(weight.abs().max())
+    torch.testing.assert_close(model.state_dict()["0.0.weight"], plain[0][0].weight.detach())
+    norm = model.unwrap()[0][0].weight.detach().norm()
+    expected = plain[0][0].weight.detach().norm()
+    torch.testing.assert_close(norm.full_tensor() if isinstance(norm, DTensor) else norm, expected)
+    assert norm.item() == pytest.approx(float(expected))
+
+
+@distributed(world_size=2)
 @pytest.mark.parametrize("draw", [nn.init.xavier_normal_, nn.init.uniform_, torch.rand_like, nn.functional.dropout])
 def test_random_numbers_for_a_sharded_weight(draw):
     booster, model, _ = boosted()

@@ -68,6 +68,13 @@ class WithTable(Placed):
         return super().forward(hidden, table)
 
 
+class WithAny(Placed):
+    """The same, to which places are passed by a name that its forward does not have."""
+
+    def forward(self, hidden, **kwargs):
+        return super().forward(hidden, kwargs.get("position_ids"))
+
+
 def stacked(layer):
     return nn.ModuleDict({"layers": nn.ModuleList([layer])}), [["layers.0"]]
 
@@ -91,10 +98,21 @@ def test_places_must_come_from_outside():
         Layer(torch.tanh),
         Placed(is_rotary=True),
         WithTable(is_rotary=True),
+        WithAny(is_rotary=True),
+        Layer(lambda h: F.dropout(h, 0.1)),
         nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),  # without attention that a layer alone would show
         nn.Linear(8, 8),
     ],
-    ids=["plain", "token-wise", "places from outside", "perhaps", "torch's", "without attention"],
+    ids=[
+        "plain",
+        "token-wise",
+        "places from outside",
+        "perhaps",
+        "perhaps too",
+        "dropout in evaluation",
+        "torch's",
+        "without attention",
+    ],
 )
 def test_layers_that_mix_tokens_in_attention_alone_pass(layer):
     check_attention_alone_mixes_tokens(*stacked(layer))

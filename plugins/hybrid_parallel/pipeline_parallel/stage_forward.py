@@ -351,21 +351,20 @@ def install_skip_output(module: nn.Module, name: str, complete_at: int, context:
     module.__dict__["_pipeline_skip_output"] = (name, complete_at, context)
 
 
-def forget_forward_attributes(module: nn.Module, name: str, context: ChunkContext) -> None:
+def forget_forward_attributes(module: nn.Module, name: str, reads_values: Callable[[], bool]) -> None:
     """Let a chunk's forward raise where it reads what the forward of another stage's module sets on it. In place.
 
     Args:
         module: Module of another stage; its submodules are treated alike.
         name: Its name.
-        context: Context of the model.
+        reads_values: Whether a read now is not one of a chunk's forward: it gives the value from before the first one.
     """
     for own_name, inner in module.named_modules():
-        attributes = _set_in_forward(type(inner)) & inner.__dict__.keys()
-        for attribute in attributes:
-            del inner.__dict__[attribute]  # it would be what it was before the first forward
-        if attributes:
+        values = {key: inner.__dict__.pop(key) for key in _set_in_forward(type(inner)) & inner.__dict__.keys()}
+        if values:
             _add_mixin(inner, _ElsewhereModule)
-            inner.__dict__["_pipeline_elsewhere"] = (f"{name}.{own_name}" if own_name else name, context)
+            full_name = f"{name}.{own_name}" if own_name else name
+            inner.__dict__["_pipeline_elsewhere"] = (full_name, values, reads_values)
 
 
 def _set_in_forward(module_class: type[nn.Module]) -> frozenset[str]:
@@ -414,9 +413,11 @@ class _ElsewhereModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            own_name, context = self.__dict__["_pipeline_elsewhere"]
-            if context.run is None or name not in _set_in_forward(type(self)):
+            own_name, values, reads_values = self.__dict__["_pipeline_elsewhere"]
+            if name not in values:
                 raise
+            if reads_values():
+                return values[name]
             raise ConfigError(
                 f"the model reads {name!r} of {own_name!r}, which its forward sets, and another pipeline stage runs:"
                 " only the output of a layer travels from stage to stage. Let the layers add it up and hand it on with"

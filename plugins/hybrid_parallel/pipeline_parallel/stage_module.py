@@ -129,18 +129,23 @@ def install_chunk_forward(model: nn.Module, stage_model: StageModel, stage: int)
     """
     plan = stage_model.partition.plan
     stages_of_module = stage_model.partition.module_stages(model)
+    context, placeholders = stage_model.context, stage_model.placeholders
+
+    def reads_values() -> bool:
+        return context.run is None or placeholders.is_on_meta
+
     for name in plan.gaps:
         module = model.get_submodule(name)
         if stage not in stages_of_module[id(module)]:
             stage_model.placeholders.install(module, name)
-            forget_forward_attributes(module, name, stage_model.context)
+            forget_forward_attributes(module, name, reads_values)
     if plan.sequence is not None:
         return
     for index, name in enumerate(plan.layers):
         layer = model.get_submodule(name)
         install_layer(layer, index, stage_model.context)
         if stage not in stages_of_module[id(layer)]:
-            forget_forward_attributes(layer, name, stage_model.context)
+            forget_forward_attributes(layer, name, reads_values)
     for name, complete_at in plan.skip_outputs.items():
         install_skip_output(model.get_submodule(name), name, complete_at, stage_model.context)
 

@@ -179,9 +179,10 @@ def _find_mixing(layer: nn.Module) -> str:
     check = run_equivalence_check(layer)
     if isinstance(check, str) or check.inputs.ndim < 3:
         return ""
-    num_tokens, parameters = check.inputs.shape[1], list(inspect.signature(layer.forward).parameters)[1:]
-    others = [name for name in parameters if name not in (*POSITIONS, "kwargs", "args")]
-    if any(all(known not in name for known in _NO_PLACES) for name in others):
+    num_tokens, parameters = check.inputs.shape[1], list(inspect.signature(layer.forward).parameters.values())[1:]
+    named = {one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
+    takes_any = len(named) < len(parameters) and named.isdisjoint(POSITIONS)
+    if takes_any or any(all(known not in name for known in _NO_PLACES) for name in named - {*POSITIONS}):
         return ""
     # The places that a model passes, before those that the layer makes without them.
     for positions in reversed(list(position_arguments(layer, check.inputs))):
@@ -192,6 +193,10 @@ def _find_mixing(layer: nn.Module) -> str:
     else:
         return ""
     calls = recorded.calls
+    with _Attention() as repeated:
+        again = run(copy.deepcopy(check.module), check.inputs, check.arguments, seed=3)
+    if not _are_calls_close(calls, repeated.calls) or not all_close(full[:1], again[:1], _ROUNDING):
+        return ""  # it draws random numbers in evaluation mode, too
     if not calls or any(one.shape[-2] != num_tokens for call in calls for one in call):
         return ""
     for part in _parts(num_tokens):
@@ -205,6 +210,12 @@ def _find_mixing(layer: nn.Module) -> str:
         if not all_close(result[:1], [full[0][:, part]], _ROUNDING):
             return "its output for some tokens from their places or from other tokens, outside of attention"
     return ""
+
+
+def _are_calls_close(calls: Sequence[Sequence[torch.Tensor]], others: Sequence[Sequence[torch.Tensor]]) -> bool:
+    return len(calls) == len(others) and all(
+        all_close(one, other, _ROUNDING) for one, other in zip(calls, others, strict=True)
+    )
 
 
 def _arguments_of(check: EquivalenceCheck, part: slice) -> dict[str, object]:
