@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from booster.comm import check_same_across_ranks
@@ -47,11 +47,13 @@ class StreamPosition:
         shard: This rank's share of the global batch.
         state: State of the dataset after the global batch, or None.
         digest: Digest of the samples of the epoch's first global batch, if several ranks read the stream.
+        seed: Seed of what collates this rank's samples.
     """
 
     shard: BatchPosition
     state: Any
     digest: str | None
+    seed: int
 
 
 class StreamShard(EpochSampler):
@@ -249,7 +251,8 @@ class StreamReader(IterableDataset[Any]):
                 start = rank * place.num_samples
                 own = [batch[index % len(batch)] for index in range(start, start + place.num_samples)]
                 digest = _digest(batch) if number == 0 and num_ranks > 1 else None
-                yield StreamPosition(shard=place, state=state, digest=digest), own
+                seed = derive_seed(stream, "collate", first - len(batch) + start)
+                yield StreamPosition(shard=place, state=state, digest=digest, seed=seed), own
             number += 1
 
     def _start(self, epoch: int, position: int) -> Iterator[Any]:
@@ -303,7 +306,12 @@ def collate_shard(
 ) -> tuple[StreamPosition, Any]:
     """Collate the samples of a batch, or its only one, by the user's function, and pass its position on."""
     position, samples = shard
-    return position, collate_fn(samples if is_batched else samples[0])
+    if collate_fn is default_collate:  # draws nothing
+        return position, collate_fn(samples if is_batched else samples[0])
+    # Not the state that reading has left: a rank reads the samples of all ranks, and ahead.
+    with preserved_rng() if get_worker_info() is None else nullcontext():
+        seed_worker(position.seed)
+        return position, collate_fn(samples if is_batched else samples[0])
 
 
 def _digest(samples: Any) -> str:

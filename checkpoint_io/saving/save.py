@@ -420,6 +420,8 @@ class _SaveJob:
     def run(self) -> None:
         """Write and commit."""
         if fake.replicas is not None:  # files are created and committed by small writes
+            if self._failure is not None:
+                raise self._failure
             self._write(self._request.target.path)
             return
         try:

@@ -378,6 +378,24 @@ def test_a_shorter_stream_cannot_be_resumed():
         list(other)
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_collate_function_of_a_stream_draws_other_numbers_on_each_rank(num_workers):
+    class Numbers(IterableDataset):
+        def __iter__(self):
+            yield from range(8)
+
+    def draw(samples):
+        return torch.rand(1).item()
+
+    options = {"dp_size": 2, "num_workers": num_workers, "collate_fn": draw}
+    before = torch.get_rng_state()
+    drawn = [list(prepare_dataloader(Numbers(), 2, dp_rank=rank, **options)) for rank in range(2)]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert len({*drawn[0], *drawn[1]}) == 4
+    main = prepare_dataloader(Numbers(), 2, dp_rank=1, dp_size=2, collate_fn=draw)
+    assert list(main) == drawn[1]
+
+
 def test_a_stream_may_return_its_own_state_object():
     class Live(IterableDataset):
         def __init__(self):

@@ -11,7 +11,6 @@ import socket
 import stat
 import sys
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -399,15 +398,16 @@ def test_no_more_files_are_held_than_a_process_may_open_and_none_of_a_network(st
 def test_a_file_waits_for_the_space_of_removed_ones(storage, tmp_path, monkeypatch):
     monkeypatch.setattr("booster.checkpoint_io.storage._LARGE_BYTES", 1)
     (tmp_path / "old").write_bytes(b"old")
-    closed, real = [], storage_module._free
+    closed, refused, real = [], threading.Event(), storage_module._free
 
     def free(descriptors):
-        time.sleep(0.2)
+        assert refused.wait(30)
         closed.extend(descriptors)
         real(descriptors)
 
     def reserve_space(descriptor, num_bytes):
         if not closed:
+            refused.set()
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(storage_module, "_free", free)
