@@ -6,8 +6,10 @@ import json
 
 import pytest
 import torch
+from torch import nn
 
 from booster.errors import ConfigError
+from booster.estimate import estimate_memory
 from booster.estimate.model_sources import PRESETS, example_batch, load_model
 
 TINY = {
@@ -113,6 +115,7 @@ def test_configs_that_cannot_work(tmp_path, entries, message):
 SCRIPT = """
 import torch
 from torch import nn
+from torch import nn
 
 def alone(): return nn.Linear(4, 3)
 def with_batch(): return nn.Linear(4, 3), torch.empty(2, 4)
@@ -169,3 +172,27 @@ def test_scripts_and_names_that_cannot_work(tmp_path):
 def test_models_whose_batches_are_not_known_are_told():
     with pytest.raises(ConfigError, match="its forward takes input, but supported are"):
         example_batch(torch.nn.Linear(2, 2))
+
+
+def test_a_pipeline_of_a_users_own_model():
+    """Its first batch is checked by its values, of which fake tensors have none."""
+
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+
+        def forward(self, hidden):
+            return hidden + self.linear(hidden).relu()
+
+    settings = {"pp_size": 2, "num_microbatches": 2, "precision": "fp32"}
+    model = nn.Sequential(*(Residual() for _ in range(4)))
+    estimate = estimate_memory(
+        model,
+        "hybrid_parallel",
+        batch=torch.randn(8, 32),
+        criterion=lambda outputs, _: outputs.square().mean(),
+        num_ranks=2,
+        settings=settings,
+    )
+    assert estimate.memory.steady_state.parameters == 4 * 2 * (32 * 32 + 32)  # fp32, two layers on each stage
