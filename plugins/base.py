@@ -1,4 +1,4 @@
-"""Base class of the distributed plugins."""
+"""Base classes of the distributed plugins and of the models that they boost."""
 
 from __future__ import annotations
 
@@ -24,11 +24,14 @@ from booster.comm import (
     release_unused_groups,
     sum_dtype,
 )
+from booster.core.compiling import not_compiled
 from booster.data import shard_dataloader
 from booster.device import current_device
 from booster.errors import ConfigError
 from booster.interface import Boosted, ModelWrapper, OptimizerWrapper, Plugin
 from booster.validation import error_of
+
+from .sync_batch_norm import synchronize_buffers
 
 if TYPE_CHECKING:
     from booster.checkpoint_io import CheckpointIO
@@ -167,6 +170,44 @@ class DistributedPlugin(Plugin):
         from booster.checkpoint_io import GeneralCheckpointIO
 
         return GeneralCheckpointIO()
+
+
+class DistributedModel(ModelWrapper):
+    """Boosted model with buffers, which forwards in training change on each rank, that a step makes equal again.
+
+    They become equal, too, before a forward in training that follows another one without a step between.
+
+    Args:
+        module: The user's model.
+        group: Ranks with equal buffers; optional, defaults to the world group.
+        is_primary: If True, this rank saves what is equal on all ranks.
+        broadcasts_buffers: If True, buffers become those of the group's first rank, and statistics of instance norms
+            the mean of all ranks.
+    """
+
+    def __init__(
+        self, module: nn.Module, group: dist.ProcessGroup | None, *, is_primary: bool, broadcasts_buffers: bool
+    ) -> None:
+        super().__init__(module, is_primary=is_primary)
+        self._group = group
+        self.broadcasts_buffers = broadcasts_buffers
+        self._has_changed_buffers = False
+
+    def _begin_training_forward(self) -> None:
+        """Make the buffers equal before a forward, which may change them. Does nothing in evaluation. Collective."""
+        if self.broadcasts_buffers and self.training and torch.is_grad_enabled():
+            self._note_forward()
+
+    @not_compiled
+    def _note_forward(self) -> None:
+        self.synchronize_buffers()
+        self._has_changed_buffers = True
+
+    def synchronize_buffers(self) -> None:
+        """Make the buffers equal if a forward may have changed them. Collective: all ranks must have run the same."""
+        if self._has_changed_buffers:
+            self._has_changed_buffers = False
+            synchronize_buffers(self.module, self._group)
 
 
 def check_memory_is_apart(model: nn.Module, trained: list[nn.Parameter]) -> None:

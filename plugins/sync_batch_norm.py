@@ -17,11 +17,9 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from booster.comm import all_gather_equal, all_reduce_sum, group_size, sum_dtype
+from booster.comm import all_gather_equal, all_reduce_sum, broadcast_coalesced, group_size, sum_dtype
 from booster.core.compiling import not_compiled
 from booster.device import has_sync_batch_norm
-
-from .sharding.buffer_pool import broadcast_coalesced
 
 
 class _Normalize(torch.autograd.Function):

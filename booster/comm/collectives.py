@@ -352,6 +352,19 @@ def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None =
             tensor.detach().copy_(buffer.view(tensor.dtype).view(tensor.shape))
 
 
+@torch.no_grad()
+def broadcast_coalesced(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Broadcast the first rank's tensors in place, with one message per dtype. Collective over the group."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        members = [tensor for tensor in tensors if tensor.dtype == dtype]
+        joined = torch.cat([tensor.reshape(-1) for tensor in members])
+        broadcast([joined], group)
+        for tensor, part in zip(members, joined.split([tensor.numel() for tensor in members]), strict=True):
+            # Through `.data`: a graph that saved the buffer must not detect a change. If a forward modified it, that
+            # forward already increased its version.
+            tensor.data.copy_(part.view(tensor.shape))
+
+
 def broadcast_numbers(numbers: Sequence[int], group: dist.ProcessGroup | None = None, source: int = 0) -> list[int]:
     """Return the numbers of rank `source` of the group. Collective, with equally many numbers on every rank."""
     if group_size(group) == 1 or is_fake_world():

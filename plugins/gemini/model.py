@@ -21,12 +21,11 @@ from booster.comm import (
 )
 from booster.core.plain_torch import refuse_transforms
 from booster.errors import ConfigError
-from booster.interface import ModelWrapper, TensorSlice
+from booster.interface import TensorSlice
 from booster.kernels.checksum import crc32
 from booster.lazy_init import is_lazy, materialize_tensor
 from booster.logger import log_rank_zero
-from booster.plugins.base import refuse_conversion
-from booster.plugins.sync_batch_norm import synchronize_buffers
+from booster.plugins.base import DistributedModel, refuse_conversion
 from booster.validation import error_of
 
 from .chunk import Chunk, ChunkParam
@@ -38,7 +37,7 @@ from .placement import Placement
 from .tiers import ChunkShard, finish_transfer
 
 
-class GeminiModel(ModelWrapper):
+class GeminiModel(DistributedModel):
     """Boosted model; every rank holds its shards of the weights, and full weights only while they are used.
 
     Between forwards a parameter has its full shape, and operators on it gather its weights: they are collective, and
@@ -52,10 +51,11 @@ class GeminiModel(ModelWrapper):
     """
 
     def __init__(self, module: nn.Module, manager: ChunkManager, settings: GeminiSettings) -> None:
-        super().__init__(module, is_primary=settings.is_first)
+        group = settings.data_parallel_group
+        broadcasts_buffers = settings.config.broadcast_buffers and group_size(group) > 1
+        super().__init__(module, group, is_primary=settings.is_first, broadcasts_buffers=broadcasts_buffers)
         self.manager = manager
         self._settings = settings
-        self.broadcasts_buffers = settings.config.broadcast_buffers and group_size(settings.data_parallel_group) > 1
         self.hooks = ModuleHooks(module, manager, self._chunk_params())
         module.register_state_dict_pre_hook(ModuleHook(partial(_refuse_hidden, manager)))
 
@@ -77,8 +77,7 @@ class GeminiModel(ModelWrapper):
         if not self.manager.is_whole:
             refuse_transforms()
         self.check_weights()
-        if self.broadcasts_buffers and self.training and torch.is_grad_enabled():
-            synchronize_buffers(self.module, self._settings.data_parallel_group)
+        self._begin_training_forward()
 
     # Weights.
 

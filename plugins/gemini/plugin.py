@@ -101,7 +101,8 @@ class GeminiPlugin(ReplicatedPlugin):
         offload_dir: Directory for files of offloaded shards. Optional, defaults to host memory if there is an
             accelerator, else to the system's directory for temporary files.
         sync_batch_norm: If True, batch normalization uses the statistics of all ranks' batches, as one process would.
-        broadcast_buffers: If True, broadcast the first rank's buffers before each forward in training.
+        broadcast_buffers: If True, a step makes the buffers equal on all ranks: the first rank's, and of instance norms
+            the mean of the ranks' statistics.
 
     Raises:
         ConfigError: `launch` was not called, or an argument is invalid; raised on all ranks.

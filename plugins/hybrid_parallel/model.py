@@ -17,6 +17,7 @@ from booster.comm import (
     all_reduce_sum,
     any_rank,
     broadcast,
+    broadcast_coalesced,
     check_same_across_ranks,
     collective_device,
     host_value,
@@ -32,8 +33,6 @@ from booster.errors import CheckpointError, ConfigError
 from booster.interface import ModelWrapper
 from booster.kernels.checksum import tensor_crc32
 from booster.plugins.low_level_zero.model import ZeroModel
-from booster.plugins.sharding.buffer_pool import broadcast_coalesced
-from booster.plugins.sync_batch_norm import synchronize_buffers
 from booster.pytree import iter_tensors, map_tensors
 from booster.rng_state import get_rng_state, set_rng_state
 
@@ -72,7 +71,7 @@ class HybridModel(ZeroModel):
         sp_group: The group of the sp axis, or None without one.
         ep_group: The group of the ep axis, or None if experts are unsharded.
         stage_model: The pipeline stage's part of the model, or None without a pipeline.
-        broadcasts_buffers: If True, broadcast the group's first rank's buffers before each forward in training.
+        broadcasts_buffers: If True, buffers are made equal on all ranks after each step in training.
 
     Collective: yes, over the world.
 
@@ -185,8 +184,7 @@ class HybridModel(ZeroModel):
     def begin_batch(self) -> None:
         """Prepare the forwards of a batch's microbatches. Collective: yes."""
         self.wait_for_weights()
-        if self.training and self.broadcasts_buffers:
-            synchronize_buffers(self.module, self._group)
+        self._begin_training_forward()
 
     def run_chunk(
         self, chunk: ModelChunk, received: StageActivation | None, batch: Any

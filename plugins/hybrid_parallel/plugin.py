@@ -92,7 +92,8 @@ class HybridParallelPlugin(ShardedPlugin):
         growth_interval: Number of steps without overflow before the scale grows.
         hysteresis: Number of overflows before the scale is lowered.
         max_scale: Maximum of the loss scale.
-        broadcast_buffers: If True, broadcast the group's first rank's buffers before each forward in training.
+        broadcast_buffers: If True, a step makes the buffers equal on all ranks: the first rank's, and of instance norms
+            the mean of the ranks' statistics.
         ddp_bucket_cap_mb: Size of gradient buckets in MiB with zero_stage=0.
         find_unused_parameters: For compatibility with DistributedDataParallel; unused parameters are always found.
         check_reduction: For compatibility; no effect.

@@ -13,9 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from booster.comm import AllGather, start_all_gather
 from booster.core.compiling import is_compiled_layer, not_compiled
-from booster.interface import ModelWrapper
-from booster.plugins.base import refuse_conversion
-from booster.plugins.sync_batch_norm import synchronize_buffers
+from booster.plugins.base import DistributedModel, refuse_conversion
 
 from .grad_bucket import GradientBucket
 
@@ -84,7 +82,7 @@ class WaitForParams(TorchFunctionMode):
                 self._wait_for(value)
 
 
-class ZeroModel(ModelWrapper):
+class ZeroModel(DistributedModel):
     """Boosted model; every rank holds all weights.
 
     With `overlap_allgather` the weights of other ranks may still be in flight after a step: the forward, the methods of
@@ -94,15 +92,13 @@ class ZeroModel(ModelWrapper):
         module: The user's model.
         group: Ranks that hold replicas; optional, defaults to the world group.
         is_primary: If True, this rank saves what is equal on all ranks.
-        broadcasts_buffers: If True, broadcast the first rank's buffers before each forward in training.
+        broadcasts_buffers: If True, buffers are made equal on all ranks after each step in training.
     """
 
     def __init__(
         self, module: nn.Module, group: dist.ProcessGroup | None, *, is_primary: bool, broadcasts_buffers: bool
     ) -> None:
-        super().__init__(module, is_primary=is_primary)
-        self._group = group
-        self.broadcasts_buffers = broadcasts_buffers
+        super().__init__(module, group, is_primary=is_primary, broadcasts_buffers=broadcasts_buffers)
         self._all_gather: ParamAllGather | None = None
 
     def connect(self, all_gather: ParamAllGather) -> None:
@@ -136,8 +132,7 @@ class ZeroModel(ModelWrapper):
         return outputs
 
     def _begin_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.broadcasts_buffers and self.training and torch.is_grad_enabled():
-            synchronize_buffers(self.module, self._group)
+        self._begin_training_forward()
 
     def _run_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.wait_for_weights()

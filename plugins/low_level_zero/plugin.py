@@ -68,7 +68,8 @@ class LowLevelZeroPlugin(ReplicatedPlugin):
             trades memory for less traffic between groups.
         verbose: If True, log skipped steps and changes of the loss scale on rank 0.
         sync_batch_norm: If True, batch normalization uses the statistics of all ranks' batches, as one process would.
-        broadcast_buffers: If True, broadcast the first rank's buffers before each forward in training.
+        broadcast_buffers: If True, a step makes the buffers equal on all ranks: the first rank's, and of instance norms
+            the mean of the ranks' statistics.
 
     Raises:
         ConfigError: `launch` was not called, or an argument is invalid; raised on all ranks.

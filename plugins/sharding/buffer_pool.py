@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
-
-from booster.comm import broadcast
-from booster.core.compiling import not_compiled
 
 # Weights are gathered into buffers and released after use. The first write to new memory is many times slower than
 # writing to reused memory, so buffers are reused. But views of a released buffer may exist: activation checkpointing
@@ -115,17 +111,3 @@ def _references(memory: torch.Tensor) -> int:
     storage = memory.untyped_storage()
     # All holders of the storage object share the Python object used here, so it counts as one reference of the tensor.
     return _use_count(storage._cdata) + sys.getrefcount(storage)
-
-
-@not_compiled
-@torch.no_grad()
-def broadcast_coalesced(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    """Broadcast the first rank's tensors in place, with one message per dtype. Collective over the group."""
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        members = [tensor for tensor in tensors if tensor.dtype == dtype]
-        joined = torch.cat([tensor.reshape(-1) for tensor in members])
-        broadcast([joined], group)
-        for tensor, part in zip(members, joined.split([tensor.numel() for tensor in members]), strict=True):
-            # Through `.data`: a graph that saved the buffer must not detect a change. If a forward modified it, that
-            # forward already increased its version.
-            tensor.data.copy_(part.view(tensor.shape))

@@ -33,8 +33,9 @@ from booster.core.shard_spec import is_sharded
 from booster.device import current_device
 from booster.errors import ConfigError, format_list
 from booster.fault_tolerance.progress import in_phase
-from booster.interface import LossScaler, ModelWrapper, OptimizerWrapper, Shard, ShardAware, Shards, TensorSlice
+from booster.interface import LossScaler, OptimizerWrapper, Shard, ShardAware, Shards, TensorSlice
 from booster.kernels.flat_buffers import sum_of_squares, supports_sum_of_squares
+from booster.plugins.base import DistributedModel
 
 from .config import GradClipConfig, ShardGroups
 from .elementwise import takes_empty_groups
@@ -95,12 +96,13 @@ class ShardedOptimizer(OptimizerWrapper):
         logical_groups: Names and unsharded parameters of every param group.
     """
 
+    model: DistributedModel
     shards: Shards
 
     def __init__(
         self,
         optim: Optimizer,
-        model: ModelWrapper,
+        model: DistributedModel,
         groups: ShardGroups,
         *,
         updates_on_host: bool = False,
@@ -427,6 +429,10 @@ class ShardedOptimizer(OptimizerWrapper):
             self._is_stepping = False
         if self._accumulation.num_backwards > 0:
             self._finish_step()
+
+    def _end_step(self) -> None:
+        self.model.synchronize_buffers()
+        super()._end_step()
 
     def _step_parts(self) -> None:
         """Call the step of the user's elementwise optimizer.

@@ -21,13 +21,12 @@ from booster.comm import all_gather_equal, broadcast, raise_on_all_ranks
 from booster.core.model_wrapper import batch_on_device
 from booster.core.plain_torch import refuse_transforms
 from booster.errors import CheckpointError, ConfigError
-from booster.interface import ModelWrapper, TensorSlice
+from booster.interface import TensorSlice
 from booster.kernels.checksum import tensor_crc32
-from booster.plugins.base import refuse_conversion
+from booster.plugins.base import DistributedModel, refuse_conversion
 from booster.plugins.sharding.collective_order import CollectiveKind, CollectiveOrder
 from booster.plugins.sharding.deferred_init import sharded_copy_error
 from booster.plugins.sharding.optimizer import replaced_memory_error
-from booster.plugins.sync_batch_norm import synchronize_buffers
 
 from .fsdp2_internals import DEEPCOPY, ShardedParam, detached_from_fsdp, original_class, replaced_parameter_error
 from .param_group import ParamGroup
@@ -36,7 +35,7 @@ from .shard_update import Param, ReplicatedParams
 _models: weakref.WeakSet[FSDPModel] = weakref.WeakSet()
 
 
-class FSDPModel(ModelWrapper):
+class FSDPModel(DistributedModel):
     """The boosted model. Each rank holds a shard of the weights, and the full weights of a group while it runs.
 
     The parameters of the user's module are DTensors between forwards. `state_dict()` returns unsharded weights, and
@@ -50,7 +49,7 @@ class FSDPModel(ModelWrapper):
         device: Device that the model computes on.
         is_primary: If True, this rank writes data that all ranks hold.
         writes_shards: If True, this rank writes its shards; False on the other replicas.
-        broadcasts_buffers: If True, buffers are broadcast from rank 0 before each forward in training.
+        broadcasts_buffers: If True, buffers are made equal on all ranks after each step in training.
 
     Attributes:
         fsdp_groups: Parameter groups.
@@ -71,13 +70,12 @@ class FSDPModel(ModelWrapper):
         writes_shards: bool,
         broadcasts_buffers: bool,
     ) -> None:
-        super().__init__(module, is_primary=is_primary)
+        super().__init__(module, None, is_primary=is_primary, broadcasts_buffers=broadcasts_buffers)
         self._compute_device_type = device.type  # not that of the shards, which may be offloaded
         self.fsdp_groups = tuple(groups)
         self.replicated_params = replicated_params
         self.collective_order = collective_order
         self._writes_shards = writes_shards
-        self.broadcasts_buffers = broadcasts_buffers
         self._is_gathered = self._has_evaluated = False
         self.sharded_params = [param for group in self.fsdp_groups for param in group.params]
         self.fsdp_params: list[Param] = [*self.sharded_params, *replicated_params.params]
@@ -125,8 +123,7 @@ class FSDPModel(ModelWrapper):
             refuse_transforms()
             self.check_not_moved()
             self._has_evaluated = False
-            if self.broadcasts_buffers and self.training and torch.is_grad_enabled():
-                synchronize_buffers(self.module)
+            self._begin_training_forward()
             self.collective_order.begin_pass(CollectiveKind.FORWARD_BEGIN, torch.is_grad_enabled())
 
     def _end_run(self) -> None:

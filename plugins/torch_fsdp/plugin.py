@@ -83,7 +83,8 @@ class TorchFSDPPlugin(DistributedPlugin):
         max_scale: Upper bound of the scale.
         verbose: If True, parameter groups, skipped steps and changes of the loss scale are logged on rank 0.
         sync_batch_norm: If True, batch normalization uses the statistics of all ranks' batches.
-        broadcast_buffers: If True, buffers are broadcast from rank 0 before each forward in training.
+        broadcast_buffers: If True, a step makes the buffers equal on all ranks: the first rank's, and of instance norms
+            the mean of the ranks' statistics.
 
     Raises:
         ConfigError: `launch` was not called, or an argument or a combination is invalid; on all ranks if on any.

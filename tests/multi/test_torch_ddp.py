@@ -290,13 +290,14 @@ def test_batch_norm_equals_one_process(shape, momentum):
     torch.testing.assert_close(ours.eval()(mine), reference.eval()(whole)[part], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("plugin", ["torch_ddp", "low_level_zero", "gemini", "torch_fsdp", "hybrid_parallel"])
 @distributed(world_size=2)
-def test_running_statistics_of_instance_norms_are_those_of_all_samples():
+def test_running_statistics_of_instance_norms_are_those_of_all_samples(plugin):
     torch.manual_seed(0)
     norm = nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
     model = nn.Sequential(nn.Conv1d(3, 4, 3), norm, nn.Conv1d(4, 2, 3)).to(current_device())
     expected = copy.deepcopy(model)
-    booster = Booster(plugin=TorchDDPPlugin())
+    booster = Booster(plugin=plugin, mixed_precision="fp32")
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.0))
     for step in range(3):
         samples = torch.randn(4, 3, 9, generator=torch.Generator().manual_seed(step)).to(current_device())
@@ -304,5 +305,5 @@ def test_running_statistics_of_instance_norms_are_those_of_all_samples():
         optimizer.step()
         optimizer.zero_grad()
         expected(samples)
-    torch.testing.assert_close(norm.running_mean, expected[1].running_mean)
-    torch.testing.assert_close(norm.running_var, expected[1].running_var)
+        torch.testing.assert_close(norm.running_mean, expected[1].running_mean)
+        torch.testing.assert_close(norm.running_var, expected[1].running_var)
