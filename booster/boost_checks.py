@@ -135,7 +135,8 @@ def _check_optimizer_argument(optimizer: Any, known: Collection[int], criterion:
     if isinstance(optimizer, (list, tuple)) and optimizer and all(isinstance(one, Optimizer) for one in optimizer):
         raise ConfigError(
             f"boost() was given a {type(optimizer).__name__} of optimizers, and a model has one: give"
-            " one with a param group for each part, or boost the parts of the model one by one, each with its optimizer"
+            " one with a param group for each part (booster.optim.Muon has AdamW for the groups with use_muon=False),"
+            " or boost the parts of the model one by one, each with its optimizer"
         )
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(

@@ -3,6 +3,7 @@
 from .adam import CPUAdam, FusedAdam, HybridAdam
 from .factored import CAME, Adafactor
 from .layerwise import FusedLAMB, Lamb, Lars
+from .muon import Muon
 from .sgd import FusedSGD
 
-__all__ = ["CAME", "Adafactor", "CPUAdam", "FusedAdam", "FusedLAMB", "FusedSGD", "HybridAdam", "Lamb", "Lars"]
+__all__ = ["CAME", "Adafactor", "CPUAdam", "FusedAdam", "FusedLAMB", "FusedSGD", "HybridAdam", "Lamb", "Lars", "Muon"]

@@ -149,6 +149,9 @@ class OptimizerBase(CheckedOptimizer):
     _moments: ClassVar[tuple[str, ...]] = ()
     """Keys of the states with one value per element."""
 
+    _keys_of_others: ClassVar[tuple[str, ...]] = ("differentiable",)
+    """Keys of param groups that a state to load may lack, because other versions or classes have none."""
+
     _shards: Shards | None = None
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
@@ -244,13 +247,13 @@ class OptimizerBase(CheckedOptimizer):
     def _check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         name = type(self).__name__
         for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=False):
-            missing = [key for key in self.defaults if key not in saved and key != "differentiable"]  # a load adds it
+            missing = [key for key in self.defaults if key not in saved and key not in self._keys_of_others]
             if missing:
                 raise ConfigError(
                     f"the state_dict has no {missing[0]!r} in a param group, so it belongs to an optimizer other than"
                     f" {name}, and its moments have another meaning: load the state of a {name}"
                 )
-            self._check_group(saved)
+            self._check_group({**self.defaults, **saved})
             for index, parameter in zip(saved["params"], group["params"], strict=False):
                 for key, value in state_dict["state"].get(index, {}).items():
                     self._check_state(parameter, key, value)

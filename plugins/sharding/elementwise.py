@@ -53,9 +53,9 @@ _ELEMENTWISE = frozenset(
     }
 )
 _REFUSED = {
-    optim.Adafactor: "it needs means over the rows and columns of whole matrices",
+    optim.Adafactor: "it needs means over the rows and columns of matrices, which booster.optim.Adafactor computes",
     optim.LBFGS: "it needs dot products over all parameters",
-    optim.Muon: "it makes the update of a whole matrix orthogonal",
+    optim.Muon: "it makes the update of a matrix orthogonal, which booster.optim.Muon does with the same arguments",
     optim.SparseAdam: "it takes sparse gradients, which are not summed over the ranks here",
 }
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.comm import all_reduce_sum, any_rank, collective_device, group_size
+from booster.core.param_redistribution import assign_owners
 from booster.core.shard_aware import shard_state
 from booster.interface import LossScaler, Shard, Shards
 from booster.plugins.sharding.collective_order import CollectiveKind
@@ -22,7 +23,6 @@ from .config import FSDPConfig, OptimizerKind
 from .fsdp2_internals import ShardedParam
 from .model import FSDPModel
 from .param_group import ParamGroup
-from .param_redistribution import assign_owners
 from .shard_update import Param, ParamUpdate, RedistributedParams, ReplicatedParam
 
 

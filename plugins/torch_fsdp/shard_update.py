@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -11,11 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.comm import LOW_PRECISION, all_reduce_sum, broadcast, collective_device, group_rank, group_size
+from booster.core.param_redistribution import ParamRedistribution
 from booster.core.shard_aware import update_master
+from booster.core.shard_spec import Box
 from booster.interface import Shard
 
 from .fsdp2_internals import ShardedParam
-from .param_redistribution import ParamRedistribution
 
 
 @dataclass(slots=True, eq=False)
@@ -212,6 +214,67 @@ class ParamUpdate:
             update_master(master, self.param.shard)
 
 
+def row_range(shape: Sequence[int], rank: int, num_ranks: int) -> tuple[int, int]:
+    """Return start and stop of a rank's flat range of a row-major parameter.
+
+    Shards have equally many full rows, except that the last ranks may have fewer or none. A scalar counts as one row.
+
+    Args:
+        shape: Unsharded shape.
+        rank: Rank in the group that the rows are sharded over.
+        num_ranks: Size of that group.
+    """
+    rows, rest = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+    rows_each = -(-rows // num_ranks)
+    return min(rank * rows_each, rows) * rest, min((rank + 1) * rows_each, rows) * rest
+
+
+class RowRedistribution(ParamRedistribution):
+    """Redistributes row-sharded parameters to their owners, and back; see `ParamRedistribution`."""
+
+    def blocks_of(self, rank: int, index: int, *, to_owner: bool) -> Sequence[Box]:
+        shape = self._shapes[index]
+        start, stop = row_range(shape, rank, self._num_ranks)
+        if start == stop:
+            return ()
+        row = math.prod(shape[1:])
+        return (((start // row, (stop - start) // row), *((0, size) for size in shape[1:])),) if shape else ((),)
+
+    def to_owners(self, shards: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return the unsharded tensors of the parameters that this rank owns, in newly allocated memory.
+
+        Args:
+            shards: This rank's contiguous shards, possibly empty, of any of the parameters; which ones, and their
+                dtypes, are equal on all ranks.
+
+        Collective: every rank of the group must call it. One all-to-all, or none if every owner has all rows already.
+        """
+        device = next((one.device for one in shards.values()), torch.device("cpu"))
+        return self.gather(self._blocks(shards), {index: one.dtype for index, one in shards.items()}, device)
+
+    def from_owners(self, full_tensors: Mapping[int, torch.Tensor], shards: Mapping[int, torch.Tensor]) -> None:
+        """Fill this rank's shards in place from the owners' unsharded tensors; the inverse of `to_owners`.
+
+        Args:
+            full_tensors: Unsharded tensors of those of the parameters that this rank owns, in the shards' dtypes.
+            shards: As in `to_owners`.
+
+        Collective: every rank of the group must call it. One all-to-all, or none if every owner has all rows already.
+        """
+        self.scatter(full_tensors, self._blocks(shards), {index: one.dtype for index, one in shards.items()})
+
+    def _blocks(self, shards: Mapping[int, torch.Tensor]) -> dict[int, list[torch.Tensor]]:
+        return {index: [one] * len(self.blocks_of(self._rank, index, to_owner=True)) for index, one in shards.items()}
+
+    def _largest(self, sizes: object, dtypes: Mapping[int, torch.dtype]) -> int:
+        largest = [0] * self._num_ranks  # by owner, what it receives of the first other rank, which has the most rows
+        for index, dtype in dtypes.items():
+            owner = self._owners[index]
+            start, stop = row_range(self._shapes[index], int(owner == 0), self._num_ranks)
+            largest[owner] += (stop - start) * dtype.itemsize
+        return max(largest, default=0)
+
+
 class RedistributedParams:
     """The sharded parameters of a model that their owners update unsharded.
 
@@ -224,7 +287,7 @@ class RedistributedParams:
         owners = {one: one.owner for one in updates if one.owner is not None}
         self._updates = tuple(owners)
         shapes = [one.param.shape for one in owners]
-        self._redistribution = ParamRedistribution(shapes, list(owners.values()), shard_group)
+        self._redistribution = RowRedistribution(shapes, list(owners.values()), shard_group)
 
     @torch.no_grad()
     def gather_gradients(self) -> None:

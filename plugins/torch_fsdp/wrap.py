@@ -20,6 +20,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from booster.comm import check_same_across_ranks, group_rank, group_size, is_fake_world
 from booster.core.compiling import LAYER_OF_COMPILED
+from booster.core.param_redistribution import assign_owners
 from booster.errors import ConfigError
 from booster.mixed_precision.fp16 import cast_floats
 from booster.plugins.sharding.buffer_pool import BufferPool
@@ -30,7 +31,6 @@ from .config import FSDPConfig, check_reshard_after_forward
 from .fsdp2_internals import ShardedParam, fsdp2_param_groups, initialize_root
 from .model import FSDPModel
 from .param_group import ParamGroup, ViewSafeOutputs
-from .param_redistribution import assign_owners
 from .shard_update import ReplicatedParam, ReplicatedParams
 
 # A model of fewer bytes is a single parameter group where no policy is given: the calls of each group cost a step 2 ms

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from harness import distributed
 
 from booster.comm import all_to_all, all_to_all_single, count_communication, transport, use_shared_memory
+from booster.core.param_redistribution import assign_owners
 from booster.device import current_device
 from booster.errors import RankFailedError
-from booster.plugins.torch_fsdp.param_redistribution import ParamRedistribution, assign_owners, row_range
+from booster.plugins.torch_fsdp.shard_update import RowRedistribution, row_range
 
 pytestmark = pytest.mark.on_device
 
@@ -55,7 +56,7 @@ def owners_of(members, world_size):
 
 
 def exchange_of(members, owners, group=None):
-    return ParamRedistribution([member.shape for member in members], owners, group)
+    return RowRedistribution([member.shape for member in members], owners, group)
 
 
 def whole_of(member, draw=0, dtype=None):

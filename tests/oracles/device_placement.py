@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -71,6 +71,12 @@ class _StatesOnTheCpu(torch.optim.SGD):
                     state.setdefault("sum", torch.zeros(parameter.shape)).add_(parameter.grad)
 
 
+def _muon(parameters: Iterable[nn.Parameter]) -> optim.Muon:
+    given = list(parameters)
+    kinds = [[one for one in given if (one.dim() == 2) is is_matrix] for is_matrix in (True, False)]
+    return optim.Muon([{"params": kinds[0]}, {"params": kinds[1], "use_muon": False}])
+
+
 def cases() -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the name of each case and its arguments of `estimate_memory`; the last two must fail."""
     config = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -84,6 +90,7 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
     for name in OPTIMIZERS:
         optimizer = getattr(optim, name) if name == "Adafactor" else partial(getattr(optim, name), lr=1e-3)
         yield f"low_level_zero, {name}", common | {"plugin": "low_level_zero", "optimizer": optimizer}
+    yield "low_level_zero, Muon", common | {"plugin": "low_level_zero", "optimizer": _muon}
     for name, settings in (("ZeRO 1", {"zero_stage": 1}), ("DP", {"zero_stage": 0})):
         settings |= {"tp_size": 2, "pp_size": 2, "num_microbatches": 2}
         yield f"tp x pp x {name}", common | {"plugin": "hybrid_parallel", "num_ranks": 8, "settings": settings}

@@ -21,7 +21,7 @@ from booster import (
 )
 from booster.compatibility import ARGUMENTS
 from booster.lazy_init import is_lazy
-from booster.optim import CAME, Adafactor, CPUAdam, FusedAdam, FusedLAMB, FusedSGD, HybridAdam, Lamb, Lars
+from booster.optim import CAME, Adafactor, CPUAdam, FusedAdam, FusedLAMB, FusedSGD, HybridAdam, Lamb, Lars, Muon
 from booster.plugins import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 
 PAGE = Path(__file__).parents[2] / "docs" / "migrate" / "colossalai.md"
@@ -141,7 +141,9 @@ def test_adam_without_amsgrad(cls):
         cls(_weights(), amsgrad=True)
 
 
-@pytest.mark.parametrize("cls", [HybridAdam, FusedAdam, CPUAdam, CAME, Adafactor, FusedLAMB, FusedSGD, Lamb, Lars])
+@pytest.mark.parametrize(
+    "cls", [HybridAdam, FusedAdam, CPUAdam, CAME, Adafactor, FusedLAMB, FusedSGD, Lamb, Lars, Muon]
+)
 def test_an_unknown_argument_of_an_optimizer_is_an_error_of_its_class(cls):
     with pytest.raises(TypeError, match=rf"^{cls.__name__}[.(].* got an unexpected keyword argument 'beta'"):
         cls(_weights(), beta=0.9)

@@ -17,7 +17,7 @@ from simulated_cuda import device
 TESTS = Path(__file__).resolve().parents[1]
 # fp16; DDP, ZeRO 2, Gemini offloaded, FSDP offloaded, tp, tp x pp x dp with ZeRO and without; controls.
 ONE_OF_EACH = (2, 6, 11, 14, 18, 19, 34, 35, -2, -1)
-NUM_CASES = 39
+NUM_CASES = 40
 MAX_COMMUNICATORS = 6
 # The world, an axis each (pp carries the messages to later stages), those to earlier stages, and norms over tp x pp.
 COMMUNICATORS = {"tp x pp x ZeRO 1": 5, "tp x pp x DP": 6}

@@ -9,7 +9,8 @@ import random
 import pytest
 import torch
 
-from booster.plugins.torch_fsdp.param_redistribution import ParamRedistribution, assign_owners, row_range
+from booster.core.param_redistribution import assign_owners
+from booster.plugins.torch_fsdp.shard_update import RowRedistribution, row_range
 
 SHAPES = [(), (1,), (5,), (7, 3), (2, 3, 4), (0, 3), (8, 0), (64, 2)]
 
@@ -57,7 +58,7 @@ def test_no_rank_has_much_more_than_its_share(num_ranks):
 
 def test_one_rank_has_everything_already():
     whole = torch.randn(7, 3)
-    exchange = ParamRedistribution([(7, 3)], [0], None)
+    exchange = RowRedistribution([(7, 3)], [0], None)
     shard = whole.reshape(-1).clone()
     wholes = exchange.to_owners({0: shard})
     assert list(wholes) == [0]

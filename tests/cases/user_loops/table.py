@@ -116,6 +116,7 @@ _LOOPS = (
     UserLoop(training.distillation, BY_STAGES),
     UserLoop(training.distillation_from_a_plain_teacher),
     UserLoop(training.gradual_unfreezing),
+    UserLoop(training.matrices_by_muon),
     UserLoop(training.unfreezing_by_new_groups),
     UserLoop(training.truncated_backpropagation, NO_PLAN | NO_LAYERS),
     UserLoop(training.recurrence_by_hand, NO_PLAN | NO_LAYERS),

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from booster.optim import Muon
+
 from .one_process import Outcome, adamw, evaluate, fit, noise, part, seeded, sgd, update
 
 BATCH, WIDTH = 8, 6
@@ -86,6 +88,24 @@ def gradual_unfreezing(booster):
         losses.append(fit(booster, model, optimizer, part(booster, noise(step, BATCH, WIDTH)), squares))
         booster.clip_grad_norm_(optimizer, 0.5)
         update(optimizer)
+    return Outcome(losses, {"model": model})
+
+
+def matrices_by_muon(booster):
+    """Muon for the hidden matrices and AdamW for the rest, in one optimizer, of which the settings change."""
+    model = seeded(make_stack)
+    hidden = [model[0].weight, model[2].weight]
+    others = [model[0].bias, model[2].bias, *model[4].parameters()]
+    groups = [{"params": hidden, "lr": 0.02}, {"params": others, "lr": 0.005, "use_muon": False}]
+    optimizer = Muon(groups, adam_eps=1e-3, ns_dtype="float32")
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    losses = []
+    for step in range(4):
+        losses.append(fit(booster, model, optimizer, part(booster, noise(step, BATCH, WIDTH)), squares))
+        booster.clip_grad_norm_(optimizer, 0.5)
+        update(optimizer)
+        optimizer.param_groups[0]["lr"] *= 1.5
+        optimizer.param_groups[0]["ns_steps"] = 4 if step == 2 else 5
     return Outcome(losses, {"model": model})
 
 

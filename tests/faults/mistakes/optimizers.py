@@ -35,6 +35,14 @@ _OPTIMIZERS: dict[Any, list[dict[str, Any]]] = {
     optim.Lars: [{"eeta": -1}, {"momentum": 2}],
     optim.Adafactor: [{"lr": 0.1}, {"decay_rate": 0.8}, {"eps": 1e-30}, {"relative_step": False, "warmup_init": True}],
     optim.CAME: [{"lr": None}, {"betas": (0.9, 0.999)}, {"clip_threshold": 0}],
+    optim.Muon: [
+        {"ns_coefficients": 3},
+        {"ns_steps": 0},
+        {"ns_dtype": "fp32"},
+        {"adjust_lr_fn": "adamw"},
+        {"momentum": 1.5},
+        {"use_muon": 0},
+    ],
 }
 _SCHEDULES: dict[Any, list[dict[str, Any]]] = {
     lr_scheduler.CosineAnnealingLR: [{"total_steps": 0}, {"total_steps": 0.5}, {"total_steps": 10, "eta_min": 9.0}],
