@@ -45,7 +45,7 @@ class Muon(OptimizerBase):
     """Muon (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024) and AdamW in one optimizer.
 
     Arguments and arithmetic of matrices are those of `torch.optim.Muon`. A param group with `use_muon=False` is updated
-    as by `torch.optim.AdamW`, with its own `lr`: embeddings, heads, vectors, and whatever is no matrix.
+    as by `torch.optim.AdamW`, with its own `lr`: embeddings, heads, vectors, and whatever is not a matrix.
 
         hidden = [one for one in model.blocks.parameters() if one.dim() == 2]
         known = set(map(id, hidden))
@@ -76,7 +76,7 @@ class Muon(OptimizerBase):
         adam_eps: Term added to AdamW's denominator.
 
     Raises:
-        ConfigError: A hyperparameter is invalid, or a parameter of a group with `use_muon=True` is no matrix.
+        ConfigError: A hyperparameter is invalid, or a parameter of a group with `use_muon=True` is not a matrix.
     """
 
     _moments = ("momentum_buffer", "exp_avg", "exp_avg_sq")
@@ -144,8 +144,8 @@ class Muon(OptimizerBase):
         if other is not None:
             self.param_groups.pop()
             raise ConfigError(
-                f"Muon was given a parameter of shape {tuple(other.shape)}, which is no matrix: put it, embeddings and"
-                ' the head into a param group of their own, {"params": others, "lr": 3e-4, "use_muon": False}, which'
+                f"Muon was given a parameter of shape {tuple(other.shape)}, which is not a matrix: put it and the"
+                ' embeddings and head into a param group of their own, {"params": others, "lr": 3e-4, "use_muon": False}, which'
                 " AdamW updates"
             )
 

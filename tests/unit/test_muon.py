@@ -113,12 +113,12 @@ def test_states_of_torchs_muon_and_of_its_own_are_loaded():
         resumed.load_state_dict(torch.optim.SGD(matrices(again), lr=0.1, momentum=0.9).state_dict())
 
 
-def test_what_is_no_matrix_is_an_error_that_says_where_it_belongs():
+def test_what_is_not_a_matrix_is_an_error_that_says_where_it_belongs():
     model = make_model()
-    with pytest.raises(ConfigError, match=r"shape \(20,\), which is no matrix: .*\"use_muon\": False"):
+    with pytest.raises(ConfigError, match=r"shape \(20,\), which is not a matrix: .*\"use_muon\": False"):
         Muon(model.parameters())
     optimizer = Muon(matrices(model))
-    with pytest.raises(ConfigError, match="which is no matrix"):
+    with pytest.raises(ConfigError, match="which is not a matrix"):
         optimizer.add_param_group({"params": vectors(model)})
     assert len(optimizer.param_groups) == 1
     optimizer.add_param_group({"params": vectors(model), "use_muon": False})
