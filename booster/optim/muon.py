@@ -144,9 +144,8 @@ class Muon(OptimizerBase):
         if other is not None:
             self.param_groups.pop()
             raise ConfigError(
-                f"Muon was given a parameter of shape {tuple(other.shape)}, which is not a matrix: put it and the"
-                ' embeddings and head into a param group of their own, {"params": others, "lr": 3e-4, "use_muon": False}, which'
-                " AdamW updates"
+                f"Muon was given a parameter of shape {tuple(other.shape)}, which is not a matrix: put it, with"
+                ' embeddings and the head, into a group of AdamW: {"params": others, "lr": 3e-4, "use_muon": False}'
             )
 
     def use_shards(self, shards: Shards) -> None:
