@@ -1,25 +1,39 @@
 """Normalization over the batches of all data-parallel ranks, on any device, and buffers that are equal on all ranks.
 
-Torch's `SyncBatchNorm` accepts accelerator tensors only. `SynchronizedBatchNorm` supports all devices; a data-parallel
-step then equals one process's step on the global batch.
+Torch's `SyncBatchNorm` accepts accelerator tensors only, and replaces modules. Here all devices are supported, and
+modules stay what they are; a data-parallel step then equals one process's step on the global batch.
 """
 
 from __future__ import annotations
 
-import copy
+import functools
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.overrides import TorchFunctionMode
 
 from booster.comm import all_gather_equal, all_reduce_sum, broadcast_coalesced, group_size, sum_dtype
 from booster.core.compiling import not_compiled
+from booster.core.layer_stacks import subclass_of
 from booster.device import has_sync_batch_norm
+
+
+class _AllReduceSum(torch.autograd.Function):
+    """Sum over the ranks, whose gradient is the sum of the ranks' gradients; differentiable any number of times."""
+
+    @staticmethod
+    def forward(ctx: Any, addend: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return all_reduce_sum(addend.clone(), group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _AllReduceSum.apply(grad, ctx.group), None
 
 
 class _Normalize(torch.autograd.Function):
@@ -31,18 +45,21 @@ class _Normalize(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         mean_C, var_C, count = _global_moments(x_NC, group)
         invstd_C = torch.rsqrt(var_C + eps)
-        normal_NC = (x_NC - mean_C) * invstd_C
-        ctx.save_for_backward(normal_NC, invstd_C, weight_C)
-        ctx.count, ctx.group = count, group
+        ctx.save_for_backward(x_NC, weight_C, mean_C, invstd_C, count)
+        ctx.eps, ctx.group = eps, group
         ctx.mark_non_differentiable(mean_C, var_C, count)
-        return normal_NC * weight_C + bias_C, mean_C, var_C, count
+        return (x_NC - mean_C) * invstd_C * weight_C + bias_C, mean_C, var_C, count
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_NC: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
-        normal_NC, invstd_C, weight_C = ctx.saved_tensors
+        x_NC, weight_C, mean_C, invstd_C, count = ctx.saved_tensors
+        if torch.is_grad_enabled():  # for gradients of gradients, of which the moments are functions of the input, too
+            mean_C = _AllReduceSum.apply(x_NC.sum(0), ctx.group) / count
+            var_C = _AllReduceSum.apply((x_NC - mean_C).square().sum(0), ctx.group) / count
+            invstd_C = torch.rsqrt(var_C + ctx.eps)
+        normal_NC = (x_NC - mean_C) * invstd_C
         grad_weight_C, grad_bias_C = (grad_NC * normal_NC).sum(0), grad_NC.sum(0)
-        sums_2C = all_reduce_sum(torch.stack([grad_weight_C, grad_bias_C]), ctx.group) / ctx.count
+        sums_2C = _AllReduceSum.apply(torch.stack([grad_weight_C, grad_bias_C]), ctx.group) / count
         grad_x_NC = (grad_NC - sums_2C[1] - normal_NC * sums_2C[0]) * (invstd_C * weight_C)
         return grad_x_NC, grad_weight_C, grad_bias_C, None, None
 
@@ -66,102 +83,112 @@ def _global_moments(
     return mean_C, var_C, count
 
 
-class SynchronizedBatchNorm(_BatchNorm):
-    """Batch normalization over all ranks of a group, for inputs of shape (batch, channels, ...).
+# Note [Synchronized batch norms]
+# A module stays the same object, with its hooks, attributes, names and class, of which it gets a subclass: others may
+# hold it, and a class of the user's may do more than normalize. In its forward in training, calls of torch's
+# `batch_norm` normalize over the batches of all ranks.
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_GROUP = "_batch_norm_group"  # attribute of the modules
+_DEFAULTS = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5}
+_ARGUMENTS = ("input", "running_mean", "running_var", *_DEFAULTS)
 
-    Parameters, buffers and evaluation mode are those of `torch.nn.BatchNorm*d`. In training, all ranks of the group
-    must call it equally often.
 
-    Args:
-        source: Module to replace; its parameter and buffer objects are reused.
-        group: Ranks to normalize over; optional, defaults to the world group.
-    """
+class _GroupReference:
+    """Process group of a module, which copies of the module share, such as averages of weights."""
 
-    def __init__(self, source: _BatchNorm, group: dist.ProcessGroup | None) -> None:
-        super().__init__(source.num_features, source.eps, source.momentum, affine=False, track_running_stats=False)
-        self.affine, self.track_running_stats = source.affine, source.track_running_stats
-        self.weight, self.bias = source.weight, source.bias
-        self.running_mean, self.running_var = source.running_mean, source.running_var
-        self.num_batches_tracked = source.num_batches_tracked
-        self.training = source.training
+    __slots__ = ("group",)
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the normalized input in its dtype; statistics are computed in fp32 or higher."""
-        if input.dim() < 2:
-            raise ValueError(f"expected an input of at least 2 dimensions (batch, channels, ...), got {input.dim()}")
+    def __deepcopy__(self, memo: dict[int, Any]) -> _GroupReference:
+        return self
+
+
+class _OverAllRanks(TorchFunctionMode):
+    """Lets `torch.nn.functional.batch_norm` normalize over the ranks of a group."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        self._group = group
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is functional.batch_norm:
+            given = _DEFAULTS | dict(zip(_ARGUMENTS, args, strict=False)) | (kwargs or {})
+            if given.pop("training"):
+                return _batch_norm(**given, group=self._group)
+        return function(*args, **(kwargs or {}))
+
+
+def _batch_norm(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    momentum: float,
+    eps: float,
+    group: dist.ProcessGroup | None,
+) -> torch.Tensor:
+    """Return `torch.nn.functional.batch_norm` in training, over the batches of all ranks of a group. Collective."""
+    if input.dim() < 2:
+        raise ValueError(f"expected an input of at least 2 dimensions (batch, channels, ...), got {input.dim()}")
+    channels = input.shape[1]
+    weight = input.new_ones(channels) if weight is None else weight
+    bias = input.new_zeros(channels) if bias is None else bias
+    rows_NC = input.movedim(1, -1).reshape(-1, channels)
+    # At least fp32, because the variance of low-precision inputs would be inaccurate.
+    compute = torch.promote_types(torch.promote_types(input.dtype, weight.dtype), torch.float32)
+    with torch.autocast(input.device.type, enabled=False):
+        out_NC, mean_C, var_C, count = _Normalize.apply(
+            rows_NC.to(compute), weight.to(compute), bias.to(compute), eps, group
+        )
+    with torch.no_grad():
+        if running_mean is not None:
+            running_mean.lerp_(mean_C.to(running_mean.dtype), momentum)
+        if running_var is not None:
+            unbiased_C = var_C * (count / (count - 1).clamp(min=1))
+            running_var.lerp_(unbiased_C.to(running_var.dtype), momentum)
+    out: torch.Tensor = out_NC.reshape(input.movedim(1, -1).shape).movedim(-1, 1)
+    return out.to(input.dtype)
+
+
+def _synchronized_members(base: type[nn.Module]) -> dict[str, Any]:
+    @not_compiled
+    @functools.wraps(base.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not self.training:
-            use_batch = self.running_mean is None or self.running_var is None
-            return functional.batch_norm(
-                input, self.running_mean, self.running_var, self.weight, self.bias, use_batch, 0.0, self.eps
-            )
-        weight = self.weight if self.weight is not None else input.new_ones(self.num_features)
-        bias = self.bias if self.bias is not None else input.new_zeros(self.num_features)
-        rows_NC = input.movedim(1, -1).reshape(-1, self.num_features)
-        # At least fp32, because the variance of low-precision inputs would be inaccurate.
-        compute = torch.promote_types(torch.promote_types(input.dtype, weight.dtype), torch.float32)
-        with torch.autocast(input.device.type, enabled=False):
-            out_NC, mean_C, var_C, count = _Normalize.apply(
-                rows_NC.to(compute), weight.to(compute), bias.to(compute), self.eps, self.group
-            )
-        self._update_running(mean_C, var_C, count)
-        out: torch.Tensor = out_NC.reshape(input.movedim(1, -1).shape).movedim(-1, 1)
-        return out.to(input.dtype)
+            return base.forward(self, *args, **kwargs)
+        with _OverAllRanks(vars(self)[_GROUP].group):
+            return base.forward(self, *args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SynchronizedBatchNorm:
-        """Return a copy, such as of an average of weights, which normalizes over the same ranks."""
-        copied: SynchronizedBatchNorm = _copy_with_group(self, self.group, memo)
-        return copied
-
-    @torch.no_grad()
-    def _update_running(self, mean_C: torch.Tensor, var_C: torch.Tensor, count: torch.Tensor) -> None:
-        if not self.track_running_stats or self.running_mean is None or self.running_var is None:
-            return
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-        momentum = self.momentum
-        if momentum is None:  # a cumulative average
-            momentum = 1.0 / float(self.num_batches_tracked) if self.num_batches_tracked is not None else 0.0
-        unbiased_C = var_C * (count / (count - 1).clamp(min=1))
-        self.running_mean.lerp_(mean_C.to(self.running_mean.dtype), momentum)
-        self.running_var.lerp_(unbiased_C.to(self.running_var.dtype), momentum)
+    return {"forward": forward}
 
 
-class _TorchSyncBatchNorm(nn.SyncBatchNorm):
-    """Torch's module, which can be copied."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _TorchSyncBatchNorm:
-        copied: _TorchSyncBatchNorm = _copy_with_group(self, self.process_group, memo)
-        return copied
-
-
-def _copy_with_group(module: Any, group: dist.ProcessGroup | None, memo: dict[int, Any]) -> Any:
-    """Return a copy of a module with the same process group, which can't be copied."""
-    memo[id(group)] = group
-    cls: Any = type(module)
-    copied = memo[id(module)] = cls.__new__(cls)
-    copied.__setstate__(copy.deepcopy(vars(module), memo))
-    return copied
+def _members_of_torchs(base: type[nn.Module]) -> dict[str, Any]:
+    return {"process_group": property(lambda self: vars(self)[_GROUP].group)}
 
 
 def convert_batch_norm(model: nn.Module, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-    """Replace the model's BatchNorm modules in place by modules that normalize over all ranks.
+    """Let the model's batch norms normalize over all ranks in training; see Note [Synchronized batch norms].
 
-    Uses torch's `SyncBatchNorm` on devices that support it, `SynchronizedBatchNorm` on others. Parameters stay the same
-    objects, and modules with several names stay shared.
+    Uses torch's `SyncBatchNorm` on devices that support it, for modules with torch's forward. In training, all ranks of
+    the group must call a module equally often.
+
+    Args:
+        model: The user's model, changed in place.
+        device: Device of the model.
+        group: Ranks to normalize over; optional, defaults to the world group.
     """
-    replaced: dict[nn.Module, nn.Module] = {}
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if not isinstance(child, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
-                continue
-            if child not in replaced:
-                if has_sync_batch_norm(device):
-                    replaced[child] = nn.SyncBatchNorm.convert_sync_batchnorm(child, group)
-                    replaced[child].__class__ = _TorchSyncBatchNorm
-                else:
-                    replaced[child] = SynchronizedBatchNorm(child, group)
-            setattr(parent, name, replaced[child])
+    for module in model.modules():
+        if not isinstance(module, _NORMS):
+            continue
+        is_new, cls = _GROUP not in vars(module), type(module)
+        vars(module)[_GROUP] = _GroupReference(group)
+        if is_new and has_sync_batch_norm(device) and cls.forward is _BatchNorm.forward:
+            module.__class__ = subclass_of(cls, "torch's synchronized", _members_of_torchs, mixin=nn.SyncBatchNorm)
+        elif is_new:
+            module.__class__ = subclass_of(cls, "synchronized", _synchronized_members)
 
 
 @not_compiled

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +14,6 @@ from zoo import TRANSFORMERS_MODULES, get_model, model_names, split_batch
 from booster import Booster, ConfigError, DesyncError, FP16TorchMixedPrecision
 from booster.device import current_device
 from booster.plugins import TorchDDPPlugin
-from booster.plugins.sync_batch_norm import SynchronizedBatchNorm
 from booster.pytree import map_tensors
 
 preload(*TRANSFORMERS_MODULES)
@@ -259,51 +256,3 @@ def test_gather_for_metrics_gives_each_sample_once():
     seen = [booster.gather_for_metrics({"ids": batch, "size": torch.tensor(len(batch))}) for batch in loader]
     assert torch.cat([part["ids"] for part in seen]).tolist() == list(range(11))
     assert all(part["size"].shape == (booster.plugin.dp_size,) for part in seen)
-
-
-@pytest.mark.on_device
-@distributed(world_size=[2, 3])
-@pytest.mark.parametrize("shape", [(4, 3), (2, 3, 5), (2, 3, 4, 4)])
-@pytest.mark.parametrize("momentum", [0.1, None])
-def test_batch_norm_equals_one_process(shape, momentum):
-    rank, size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(1)
-    device = current_device()
-    whole = torch.randn(size * shape[0], *shape[1:]).to(device) * 3 + 100  # a large mean: squares would cancel
-    reference = [nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d][len(shape) - 2](3, momentum=momentum).to(device)
-    ours = SynchronizedBatchNorm(type(reference)(3, momentum=momentum).to(device), None)
-    mine = whole[rank * shape[0] : (rank + 1) * shape[0]].clone().requires_grad_()
-    whole.requires_grad_()
-    weight = torch.randn(whole.shape).to(device)
-    for _ in range(2):
-        expected, found = reference(whole), ours(mine)
-        (expected * weight).sum().backward()
-        (found * weight[rank * shape[0] : (rank + 1) * shape[0]]).sum().backward()
-    part = slice(rank * shape[0], (rank + 1) * shape[0])
-    torch.testing.assert_close(found, expected[part], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(mine.grad, whole.grad[part], rtol=1e-4, atol=1e-4)
-    for gradient, full in [(ours.weight.grad, reference.weight.grad), (ours.bias.grad, reference.bias.grad)]:
-        dist.all_reduce(gradient)
-        torch.testing.assert_close(gradient, full, rtol=1e-4, atol=1e-3)
-    for name, buffer in reference.named_buffers():
-        torch.testing.assert_close(getattr(ours, name), buffer, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(ours.eval()(mine), reference.eval()(whole)[part], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("plugin", ["torch_ddp", "low_level_zero", "gemini", "torch_fsdp", "hybrid_parallel"])
-@distributed(world_size=2)
-def test_running_statistics_of_instance_norms_are_those_of_all_samples(plugin):
-    torch.manual_seed(0)
-    norm = nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
-    model = nn.Sequential(nn.Conv1d(3, 4, 3), norm, nn.Conv1d(4, 2, 3)).to(current_device())
-    expected = copy.deepcopy(model)
-    booster = Booster(plugin=plugin, mixed_precision="fp32")
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    for step in range(3):
-        samples = torch.randn(4, 3, 9, generator=torch.Generator().manual_seed(step)).to(current_device())
-        booster.backward(model(samples.chunk(2)[dist.get_rank()]).square().mean(), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        expected(samples)
-        torch.testing.assert_close(norm.running_mean, expected[1].running_mean)
-        torch.testing.assert_close(norm.running_var, expected[1].running_var)
