@@ -105,6 +105,7 @@ class ShardedWeight(DTensor):
             )
         schema = func._schema
         given = [*args, *(kwargs.get(one.name) for one in schema.arguments[len(args) :])]
+        sources = [one for one in tree_leaves(given) if isinstance(one, cls)]
         for argument, value in zip(schema.arguments, given, strict=True):
             is_written = argument.alias_info is not None and argument.alias_info.is_write
             if is_written and any(_is_copy(one) for one in tree_leaves(value)):
@@ -112,24 +113,32 @@ class ShardedWeight(DTensor):
                     "a write to a part of a weight that is sharded over the ranks would be lost: the part is a copy,"
                     " gathered from all ranks. Write to it inside of `with model.gathered():`, or to the whole weight"
                 )
-        sources = [one for one in tree_leaves(given) if isinstance(one, cls)]
+            if is_written and argument.kwarg_only and value is not None and len(sources) == 1:
+                raise ConfigError(
+                    f"{func} was to write a weight that is sharded over the ranks, of which each has a part, and would"
+                    " give every part the first values: write it inside of `with model.gathered():`"
+                )
         is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns)
         plain_args, plain_kwargs = tree_map_only(DTensor, plain, (tuple(args), kwargs))
         try:
             return tree_map_only(DTensor, weight, func(*plain_args, **plain_kwargs))
-        except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" not in str(error):
+        except (RuntimeError, NotImplementedError) as error:
+            if not any(text in str(error) for text in _UNSUPPORTED):
                 raise
             raise RuntimeError(
-                f"{error} A weight is sharded over the ranks here: use it with other tensors inside of"
-                " `with model.gathered():`"
+                f"{error} A weight is sharded over the ranks here: use this operator, and other tensors together with"
+                " it, inside of `with model.gathered():`"
             ) from error
 
 
+# Of DTensor's errors.
+_UNSUPPORTED = ("mixed torch.Tensor and DTensor", "not supported", "sharding strategy", "Sharding propagation failed")
 _READS_NO_WEIGHTS = METADATA_FUNCTIONS | {
+    *(one for name, one in vars(nn.init).items() if name.endswith("_") and callable(one)),  # of writes
     *(torch.Tensor.data.__get__, torch.Tensor.data.__set__),  # type: ignore[attr-defined]
     *(torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.__deepcopy__, torch.Tensor.__repr__),
 }
+_VIEWS_LIKE_OTHERS = {torch.Tensor.view_as, torch.Tensor.expand_as, torch.Tensor.reshape_as}
 _WRITING_OPERATORS = {
     "__setitem__",
     *(f"__i{one}__" for one in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")),
@@ -148,7 +157,8 @@ def _with_whole_weights(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     params = {key: _param_of[key] for key in read if key in _param_of}
     is_in_pass = is_any_pass_running()
     is_in_graph = torch.is_grad_enabled() and any(param.parameter.requires_grad for param in params.values())
-    is_mixed = any(not isinstance(one, DTensor) and (one.dim() > 0 or one.requires_grad) for one in tensors.values())
+    others = [] if func in _VIEWS_LIKE_OTHERS else [one for one in tensors.values() if not isinstance(one, DTensor)]
+    is_mixed = any(one.dim() > 0 or one.requires_grad for one in others)
     is_detached = func is torch.Tensor.detach and not is_in_pass
     if is_detached or not (is_mixed or is_in_pass or is_in_graph):
         return args, kwargs

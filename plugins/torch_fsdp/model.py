@@ -84,7 +84,7 @@ class FSDPModel(DistributedModel):
         for one in module.modules():
             if isinstance(one, FSDPModule):
                 vars(one)[DEEPCOPY] = functools.partial(_refuse_copy, original_class(one))
-        _hook_autograd_grad()
+        _hook_autograd()
         _models.add(self)
 
     def describe_groups(self) -> str:
@@ -433,25 +433,36 @@ def _refuse_copy(module_class: type[nn.Module], memo: dict[int, Any]) -> nn.Modu
 
 
 @functools.cache
-def _hook_autograd_grad() -> None:
-    """Let `torch.autograd.grad` refuse weights of models: it finds no gradient of a shard, and local ones of others."""
-    own = torch.autograd.grad
+def _hook_autograd() -> None:
+    """Let autograd refuse weights of models as inputs: it finds no gradient of a shard, and local ones of others."""
+    grad, backward = torch.autograd.grad, torch.autograd.backward
 
-    @functools.wraps(own)
-    def checked(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            if not isinstance(inputs, (torch.Tensor, GradientEdge, Mapping)):
-                inputs = tuple(inputs)  # it may be a generator
-            members = inputs.values() if isinstance(inputs, Mapping) else tree_leaves(inputs)
-            given = {id(one) for one in members if isinstance(one, (DTensor, nn.Parameter))}
-            for param in (param for model in list(_models) for param in model.sharded_params) if given else ():
-                if not given.isdisjoint(map(id, (param.original, param.parameter, param.unsharded_param))):
-                    raise ConfigError(
-                        f"torch.autograd.grad() with the weight {param.name!r}, which TorchFSDPPlugin shards over the"
-                        " ranks: write booster.backward(loss, optimizer), after which optimizer.named_gradients() has"
-                        " this rank's shards, or use TorchDDPPlugin. Gradients of inputs, as of a gradient penalty, may"
-                        " be computed by torch.autograd.grad()"
-                    )
-        return own(outputs, inputs, *args, **kwargs)
+    @functools.wraps(grad)
+    def checked_grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(inputs, (torch.Tensor, GradientEdge, Mapping)):
+            inputs = tuple(inputs)  # it may be a generator
+        _check_inputs("torch.autograd.grad()", inputs)
+        return grad(outputs, inputs, *args, **kwargs)
 
-    torch.autograd.grad = checked
+    @functools.wraps(backward)
+    def checked_backward(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("inputs") is not None:
+            _check_inputs("backward(inputs=...)", kwargs["inputs"])
+        return backward(*args, **kwargs)
+
+    torch.autograd.grad, torch.autograd.backward = checked_grad, checked_backward
+
+
+def _check_inputs(call: str, inputs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    members = inputs.values() if isinstance(inputs, Mapping) else tree_leaves(inputs)
+    given = {id(one) for one in members if isinstance(one, (DTensor, nn.Parameter))}
+    for param in (param for model in list(_models) for param in model.sharded_params) if given else ():
+        if not given.isdisjoint(map(id, (param.original, param.parameter, param.unsharded_param))):
+            raise ConfigError(
+                f"{call} with the weight {param.name!r}, which TorchFSDPPlugin shards over the"
+                " ranks: write booster.backward(loss, optimizer), after which optimizer.named_gradients() has"
+                " this rank's shards, or use TorchDDPPlugin. Gradients of inputs, as of a gradient penalty, may"
+                " be computed by torch.autograd.grad()"
+            )

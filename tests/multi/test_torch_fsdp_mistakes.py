@@ -147,6 +147,49 @@ def test_random_numbers_for_a_sharded_weight(draw):
     torch.testing.assert_close(model.state_dict()["0.0.weight"], plain[0][0].weight.detach())
 
 
+# With gradients enabled, as `reset_parameters()` calls them.
+INITS = {
+    "constant": (lambda weight: nn.init.constant_(weight, 0.25), None),
+    "ones": (nn.init.ones_, None),
+    "normal": (nn.init.normal_, "draws random numbers"),
+    "kaiming": (nn.init.kaiming_uniform_, "draws random numbers"),
+    "eye": (nn.init.eye_, "each has a part"),
+    "orthogonal": (nn.init.orthogonal_, "inside of `with model.gathered"),
+    "renorm": (lambda weight: weight.detach().renorm_(2, 0, 0.1), "inside of `with model.gathered"),
+    "diagonal": (lambda weight: weight.detach().fill_diagonal_(0.0), "inside of `with model.gathered"),
+}
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("name", INITS)
+def test_initializing_a_sharded_weight_works_or_is_an_error(name):
+    write, text = INITS[name]
+    _, model, _ = boosted()
+    weight = sharded(model.unwrap()[0][0].weight)
+    before = model.state_dict()["0.0.weight"]
+    plain = nn.Parameter(before.clone())
+    write(plain)
+    if text is None:
+        write(weight)
+        torch.testing.assert_close(model.state_dict()["0.0.weight"], plain.detach())
+    else:
+        with pytest.raises((ConfigError, RuntimeError), match=text):
+            write(weight)
+        torch.testing.assert_close(model.state_dict()["0.0.weight"], before)
+
+
+@distributed(world_size=2)
+def test_backward_to_weights_is_an_error():
+    booster, model, optimizer = boosted()
+    inputs = torch.ones(2, model.unwrap()[0][0].in_features, device=booster.device)
+    for call in (
+        lambda loss: optimizer.backward(loss, inputs=list(model.parameters())),
+        lambda loss: loss.backward(inputs=list(model.unwrap()[0].parameters())),
+    ):
+        with pytest.raises(ConfigError, match=r"backward\(inputs=...\) with the weight '0.0.weight'"):
+            call(model(inputs).sum())
+
+
 CHANGES = {
     "parametrized": lambda layer: nn.utils.parametrizations.weight_norm(layer),
     "pruned": lambda layer: nn.utils.prune.l1_unstructured(layer, "weight", 3),
