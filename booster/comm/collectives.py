@@ -341,6 +341,7 @@ def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None =
     for tensor in tensors:
         if tensor.numel() == 0:
             continue
+        tensor = _without_repeats(tensor)
         is_source = group_rank(group) == source
         sent, received = (tensor.nbytes, 0) if is_source else (0, tensor.nbytes)
         if is_fake_world():
@@ -355,6 +356,7 @@ def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None =
 @torch.no_grad()
 def broadcast_coalesced(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
     """Broadcast the first rank's tensors in place, with one message per dtype. Collective over the group."""
+    tensors = [_without_repeats(tensor) for tensor in tensors]
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         members = [tensor for tensor in tensors if tensor.dtype == dtype]
         joined = torch.cat([tensor.reshape(-1) for tensor in members])
@@ -363,6 +365,14 @@ def broadcast_coalesced(tensors: Sequence[torch.Tensor], group: dist.ProcessGrou
             # Through `.data`: a graph that saved the buffer must not detect a change. If a forward modified it, that
             # forward already increased its version.
             tensor.data.copy_(part.view(tensor.shape))
+
+
+def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view with each element in memory once, of a tensor that `expand` may have made."""
+    if 0 not in tensor.stride():
+        return tensor
+    shape = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return tensor.detach().as_strided(shape, [stride or 1 for stride in tensor.stride()])
 
 
 def broadcast_numbers(numbers: Sequence[int], group: dist.ProcessGroup | None = None, source: int = 0) -> list[int]:

@@ -233,6 +233,7 @@ class GeminiModel(DistributedModel):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the unsharded `state_dict` of the user's model, as a copy on every rank. Collective."""
         self.require_complete()
+        self.check_weights()
         kwargs["keep_vars"] = True
         state = self.module.state_dict(*args, **kwargs)
         copies = self._copies(state)
@@ -313,6 +314,7 @@ class GeminiModel(DistributedModel):
     # Interface of CheckpointIO.
 
     def tensor_slices(self) -> list[TensorSlice]:
+        self.check_weights()
         params, buffers = self._chunk_params(), {id(buffer) for buffer in self.module.buffers()}
         slices: list[TensorSlice] = []
         for names, value in self._named_state(params):

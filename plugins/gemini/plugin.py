@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from booster.comm import new_cpu_group, timeout_scope
 from booster.compatibility import takes_foreign
 from booster.core.plain_torch import refuse_plain_training
+from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.lazy_init import check_materialized
 from booster.plugins.base import WrappedPair, check_memory_is_apart, refuse_quantized_weights
@@ -187,6 +188,12 @@ class GeminiPlugin(ReplicatedPlugin):
         check_materialized(model)
         refuse_quantized_weights(model, "GeminiPlugin", "moves weights that it repacks")
         check_memory_is_apart(model, list(model.parameters()))
+        scripted = [name for name, one in model.named_modules() if isinstance(one, torch.jit.ScriptModule)]
+        if scripted:
+            raise ConfigError(
+                f"{scripted[0] or 'the model'!r} is a module of TorchScript, whose weights Gemini can't gather: use the"
+                " module that it was made of, with torch.compile if it is to be faster, or LowLevelZeroPlugin"
+            )
 
     def place(self, model: nn.Module, optimizer: Optimizer | None, checked: None = None) -> None:
         place_buffers(model, self._device)

@@ -82,6 +82,12 @@ class WaitForParams(TorchFunctionMode):
                 self._wait_for(value)
 
 
+def _hides_operators(module: nn.Module) -> bool:
+    """Whether a module reads its weights where no operator of torch is seen."""
+    is_compiled = hasattr(module, "_orig_mod") or module._compiled_call_impl is not None or is_compiled_layer(module)
+    return is_compiled or isinstance(module, torch.jit.ScriptModule)
+
+
 class ZeroModel(DistributedModel):
     """Boosted model; every rank holds all weights.
 
@@ -117,12 +123,10 @@ class ZeroModel(DistributedModel):
         """
         self._begin_run(args, kwargs)
         waiting: AbstractContextManager[Any] = nullcontext()
-        if self._all_gather is not None and self._all_gather.is_pending:
-            # A compiled module reads its weights where no operator of torch is seen.
-            if torch.compiler.is_compiling() or any(
-                hasattr(one, "_orig_mod") or one._compiled_call_impl is not None or is_compiled_layer(one)
-                for one in self.module.modules()
-            ):
+        if torch.compiler.is_compiling():  # whatever is in flight now, the graph runs after any step
+            self.wait_for_weights()
+        elif self._all_gather is not None and self._all_gather.is_pending:
+            if any(map(_hides_operators, self.module.modules())):
                 self._all_gather.wait()
             else:
                 waiting = WaitForParams(self._all_gather)

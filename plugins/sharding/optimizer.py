@@ -556,10 +556,11 @@ def replaced_memory_error(name: str) -> ConfigError:
     )
 
 
-def _refuse_unwrapped_step(wrapper: weakref.ref[ShardedOptimizer], *_: Any) -> None:
-    alive = wrapper()
-    if alive is not None and not alive._is_stepping:
+def _refuse_unwrapped_step(wrapper: weakref.ref[ShardedOptimizer], optim: Optimizer, *_: Any) -> None:
+    alive = wrapper()  # None if what boost() returned was thrown away
+    if alive is None or not alive._is_stepping:
         raise ConfigError(
-            f"step() was called on the {type(alive.optim).__name__} that was passed to boost(), which does not have the"
-            " other ranks' gradients: call step() and zero_grad() on the optimizer that boost() returned"
+            f"step() was called on the {type(optim).__name__} that was passed to boost(), which does not have the other"
+            " ranks' gradients: write model, optimizer, *_ = booster.boost(model, optimizer), and call step() and"
+            " zero_grad() on the optimizer that it returned"
         )

@@ -111,6 +111,25 @@ def test_changes_between_steps_are_refused():
     train(booster, model, optimizer)
 
 
+@pytest.mark.parametrize("read", ["state_dict", "tensor_slices"])
+@distributed(world_size=2)
+def test_a_write_through_a_view_is_an_error_of_the_next_read(read):
+    booster, model, optimizer = boosted()
+    train(booster, model, optimizer)
+    with torch.no_grad():
+        booster.unwrap_model(model).first.weight.view(-1).mul_(0.5)
+    with pytest.raises(ConfigError, match=r"'first.weight' was modified"):
+        getattr(model, read)()
+
+
+@distributed(world_size=2)
+def test_modules_of_torchscript_are_refused():
+    model = nn.Sequential(torch.jit.trace(nn.Linear(4, 4), torch.ones(1, 4)), nn.Linear(4, 4))
+    booster = Booster(plugin=GeminiPlugin(precision="fp32"))
+    with pytest.raises(ConfigError, match=r"'0' is a module of TorchScript.*or LowLevelZeroPlugin"):
+        booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @distributed(world_size=[1, 2])
 def test_weights_that_stay_gathered_may_be_changed_between_steps(precision):

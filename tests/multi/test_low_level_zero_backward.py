@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -286,6 +288,33 @@ def test_a_step_without_backward_changes_nothing(stage):
 
 
 @STAGES
+def _traced():
+    torch.manual_seed(0)
+    layer = torch.jit.trace(nn.Linear(6, 8), torch.ones(2, 6))
+    return nn.Sequential(layer, nn.Tanh(), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("kind", ["compiled", "traced"])
+@distributed(world_size=2)
+def test_weights_in_flight_are_waited_for_where_operators_are_not_seen(kind):
+    torch.manual_seed(0)
+    model = _traced() if kind == "traced" else nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    plain = copy.deepcopy(model).to(current_device())
+    booster = Booster(plugin=LowLevelZeroPlugin(precision="fp32", overlap_allgather=True))
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    reference = torch.optim.SGD(plain.parameters(), lr=0.5)
+    run = torch.compile(boosted, backend="aot_eager") if kind == "compiled" else boosted
+    for step in range(4):
+        batch = torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).to(current_device())
+        booster.backward(run(batch.chunk(2)[dist.get_rank()]).square().mean(), optimizer)
+        plain(batch).square().mean().backward()
+        for one in (optimizer, reference):
+            one.step()
+            one.zero_grad()
+    for found, expected in zip(boosted.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("overlap_allgather", [True, False])
 @distributed(world_size=2)
 def test_two_steps_with_the_same_gradients(stage, overlap_allgather):

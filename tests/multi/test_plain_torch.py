@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
 
 import pytest
@@ -45,6 +46,17 @@ def test_a_model_boosted_alone_with_a_plain_optimizer(strategy):
             optimizer.step()
             optimizer.zero_grad()
     pair.assert_equal()
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+@distributed(2)
+def test_what_boost_returned_may_not_be_thrown_away(strategy):
+    booster, model = FP32[strategy](), perceptron()
+    optimizer = sgd(model.parameters())
+    booster.boost(model, optimizer)
+    gc.collect()
+    with pytest.raises(ConfigError, match=r"step\(\) was called on the SGD that was passed to boost\(\)"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("strategy", FP32)

@@ -24,6 +24,7 @@ from booster.comm import (
     all_to_all_single,
     barrier,
     broadcast,
+    broadcast_coalesced,
     count_communication,
     inject_faults,
     shared_memory,
@@ -195,6 +196,17 @@ def test_broadcast(world_size, dtype):
     long = _values(dtype, _lengths(dtype, world_size)[-1], draw=8)
     broadcast([long], source=1)
     assert _same(long, _values(dtype, len(long), 8, 1))
+
+
+@distributed([2])
+def test_broadcasts_of_expanded_tensors(world_size):
+    rank = float(dist.get_rank())
+    expanded = [torch.full((1,), rank).expand(8), torch.full((1, 1), rank).expand(2, 8), torch.full((), rank).expand(3)]
+    rows = torch.stack([torch.arange(4.0) + 10 * rank] * 1).expand(5, 4)
+    broadcast([*expanded, rows], source=1)
+    assert all(one.eq(1).all() and 0 in one.stride() for one in expanded)
+    assert torch.equal(rows, (torch.arange(4.0) + 10).expand(5, 4))
+    broadcast_coalesced([torch.full((1,), rank).expand(8)], None)
 
 
 @distributed([2])
