@@ -394,7 +394,8 @@ class Booster(CheckpointMethods):
             True for the last microbatch of a step: the one to step an LR scheduler in.
 
         Raises:
-            ConfigError: `steps` is not a number of microbatches, or `loader` is not being read.
+            ConfigError: `steps` is not a number of microbatches, `loader` is not being read, or this is inside of
+                another `accumulate` of the optimizer.
         """
         if not is_int(steps) or steps < 1:
             raise ConfigError(f"accumulate(steps={steps!r}) is not a number of microbatches: give an int of 1 or more")

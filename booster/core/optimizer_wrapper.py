@@ -186,7 +186,15 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
 
         Args:
             is_last: If True, this microbatch ends the accumulation: `clip_*` and `step` take effect.
+
+        Raises:
+            ConfigError: It was entered inside of another one of this optimizer.
         """
+        if self._defers_step or self._is_last_microbatch:
+            raise ConfigError(
+                "accumulate() was entered inside of another accumulate() block of the same optimizer, which counts the"
+                " microbatches already: write one block around forward, backward and step of each microbatch"
+            )
         self._num_microbatches += 1
         self._defers_step = not is_last
         self._is_last_microbatch = is_last
@@ -305,7 +313,8 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         `step_was_skipped` is True after a skipped step, which changes no parameter and no state but the loss scale.
 
         Args:
-            closure: Function that recomputes the loss, for optimizers that need it (LBFGS).
+            closure: Function that recomputes the loss, for optimizers that need it (LBFGS). Under `TorchDDPPlugin`
+                the optimizer gets, and this returns, the mean of the ranks' losses.
 
         Collective: every rank must call it.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from booster.comm import broadcast, group_size, new_cpu_group, new_mesh, timeout_scope
+from booster.comm import all_reduce_numbers, broadcast, group_size, new_cpu_group, new_mesh, timeout_scope
 from booster.compatibility import takes_foreign
 from booster.core.accumulation import AccumulationState
 from booster.errors import ConfigError
@@ -215,6 +215,11 @@ class DDPOptimizer(OptimizerWrapper):
             self.model.reducer.reduce_rest()
         super()._unscale_gradients()
 
+    def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
+        if self.model.reducer is None:
+            return super()._step_with_closure(closure)
+        return super()._step_with_closure(lambda: _mean_over_ranks(closure()))
+
     def _end_step(self) -> None:
         super()._end_step()
         if self.model.reducer is not None:
@@ -224,3 +229,15 @@ class DDPOptimizer(OptimizerWrapper):
         super().restore_accumulation(accumulation, num_microbatches)
         if self.model.reducer is not None:
             self.model.reducer.mark_local()
+
+
+def _mean_over_ranks(loss: Any) -> Any:
+    """Return the mean of the ranks' losses, with equal bits on all, so that an optimizer decides alike by it.
+
+    Collective for a number or a tensor of one element; anything else is returned as it is.
+    """
+    is_tensor = isinstance(loss, torch.Tensor)
+    if loss.numel() != 1 if is_tensor else not isinstance(loss, (int, float)):
+        return loss
+    mean = all_reduce_numbers([float(loss)])[0] / group_size()
+    return torch.full_like(loss, mean, requires_grad=False) if is_tensor else mean

@@ -165,6 +165,42 @@ def test_num_items_divides_by_the_global_count():
 
 
 @pytest.mark.on_device
+@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
+@pytest.mark.parametrize("returns", ["tensor", "float"])
+@distributed(world_size=[2, 3])
+def test_lbfgs_equals_one_process(line_search, returns):
+    """Its line search and its tolerances go by the loss, which must be that of all ranks."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(4 * size, 3, dtype=torch.float64), torch.randn(4 * size, 1, dtype=torch.float64)
+    inputs, targets = inputs.to(current_device()), targets.to(current_device())
+    reference = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double().to(current_device())
+    ours = copy.deepcopy(reference)
+    settings = {"lr": 0.5, "max_iter": 8, "line_search_fn": line_search}
+    booster = Booster(plugin=TorchDDPPlugin())
+    model, optimizer, *_ = booster.boost(ours, torch.optim.LBFGS(ours.parameters(), **settings))
+    serial = torch.optim.LBFGS(reference.parameters(), **settings)
+
+    def closure(net, own, backward, rows):
+        own.zero_grad()
+        loss = nn.functional.mse_loss(net(inputs[rows]), targets[rows])
+        backward(loss)
+        return loss if returns == "tensor" else loss.item()
+
+    part = slice(4 * rank, 4 * rank + 4)
+    for _ in range(3):
+        whole = serial.step(lambda: closure(reference, serial, torch.Tensor.backward, slice(None)))
+        mean = optimizer.step(lambda: closure(model, optimizer, lambda loss: booster.backward(loss, optimizer), part))
+        assert type(mean) is type(whole)
+        torch.testing.assert_close(float(mean), float(whole))
+    for mine, one in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine, one)
+        first = mine.detach().clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(mine, first)
+
+
+@pytest.mark.on_device
 @distributed(world_size=2)
 def test_overflow_on_one_rank_skips_the_step_on_all():
     model = nn.Linear(4, 1)

@@ -167,6 +167,24 @@ def test_number_of_micro_steps():
     assert optimizer.num_microbatches == 0
 
 
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_micro_step_inside_of_another_is_refused(is_last):
+    model, optimizer, *_ = make()
+    match = "inside of another accumulate.. block of the same optimizer.*write one block"
+    with optimizer.microbatch(is_last=False):
+        with refused(match), optimizer.microbatch(is_last=is_last):
+            pass
+        optimizer.backward(loss_of(model, *data()))
+    assert optimizer.num_microbatches == 1
+    with optimizer.microbatch(is_last=True):
+        with refused(match), optimizer.microbatch(is_last=is_last):
+            pass
+        optimizer.backward(loss_of(model, *data()))
+        optimizer.step()
+    assert optimizer.num_steps == 1
+    assert optimizer.accumulation.num_averaged == 2
+
+
 @pytest.mark.parametrize("scale", SCALERS)
 def test_num_items_is_the_mean_over_everything(scale):
     model, optimizer, twin, plain = make(scaler=None if scale is None else ConstantLossScaler(scale))

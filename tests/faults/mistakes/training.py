@@ -23,6 +23,11 @@ def _accumulated(booster: Any, model: Any, optimizer: Any, steps: Any) -> None:
         pass
 
 
+def _accumulated_twice(booster: Any, model: Any, optimizer: Any) -> None:
+    with booster.accumulate(model, optimizer, 2):
+        _accumulated(booster, model, optimizer, 2)
+
+
 def _debugged(booster: Any, model: Any, optimizer: Any, action: str) -> None:
     with booster.debug_nonfinite(model, optimizer, action=action):
         pass
@@ -48,6 +53,7 @@ _CALLS: dict[str, Call] = {
     "accumulate(steps=0)": lambda b, m, o: _accumulated(b, m, o, 0),
     "accumulate(steps=1.5)": lambda b, m, o: _accumulated(b, m, o, 1.5),
     "accumulate(steps='2')": lambda b, m, o: _accumulated(b, m, o, "2"),
+    "accumulate() inside of accumulate()": _accumulated_twice,
     "accumulate() without an optimizer": lambda b, m, o: _accumulated(b, m, None, 2),
     "accumulate() of a plain optimizer": lambda b, m, o: _accumulated(b, m, o.optim, 2),
     "accumulate() of a plain model": lambda b, m, o: _accumulated(b, m.unwrap(), o, 2),
