@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.comm import all_reduce_numbers, group_size, host_value, sum_dtype
-from booster.errors import ConfigError
+from booster.comm import all_gather_numbers, all_reduce_numbers, group_size, host_value, is_fake_world, sum_dtype
+from booster.errors import ConfigError, DesyncError
 from booster.kernels.flat_buffers import sum_of_squares, supports_sum_of_squares
 from booster.validation import is_number
 
@@ -141,23 +142,27 @@ class AccumulationState:
         self.is_unscaled = self.has_stepped = False
         self.norm = None
 
-    def unscale_factor(self, loss_scale: float, group: dist.ProcessGroup | None) -> float:
+    def unscale_factor(
+        self, loss_scale: float, group: dist.ProcessGroup | None, first_model_rank: int | None = None
+    ) -> float:
         """Return the factor that unscales the gradients.
 
         Args:
             loss_scale: Loss scale of the accumulation.
             group: Group over which gradients are averaged.
+            first_model_rank: First of the ranks that get the same batch as this one; optional, defaults to no others.
 
-        Collective over `group` if `num_items` was given.
+        Collective if `num_items` was given: over `group`, or over the world with `first_model_rank`.
 
         Raises:
             ConfigError: The items of all ranks sum to zero.
+            DesyncError: Ranks that get the same batch were given other `num_items`.
         """
         if self.grad_factor != 1.0:  # they are unscaled already
             return 1.0
         factor = 1.0 / loss_scale
         if self.num_items is not None:
-            total = all_reduce_numbers([self.num_items], group)[0]
+            total = _sum_of_items(self.num_items, group, first_model_rank)
             if total == 0:
                 raise ConfigError(
                     "num_items is 0 on all ranks together, so there is nothing to average over: skip the batch, or"
@@ -166,6 +171,22 @@ class AccumulationState:
             # Averaging over the ranks divided the sum by their number: undo that and divide by the count.
             return factor * group_size(group) / total
         return factor / max(1, self.num_averaged)
+
+
+def _sum_of_items(num_items: float, group: dist.ProcessGroup | None, first_model_rank: int | None) -> float:
+    """Return the sum over the group of each rank's number of items; see `AccumulationState.unscale_factor`."""
+    if first_model_rank is None or is_fake_world():
+        return all_reduce_numbers([num_items], group)[0]
+    rows = all_gather_numbers([first_model_rank, int.from_bytes(struct.pack("<d", num_items), "little")])
+    items: list[float] = [struct.unpack("<d", bits.to_bytes(8, "little"))[0] for _, bits in rows]
+    for rank, (first, _) in enumerate(rows):
+        if items[rank] != items[first]:
+            raise DesyncError(
+                f"backward() got num_items={items[first]:g} on rank {first} and num_items={items[rank]:g} on rank"
+                f" {rank}, in sum over a step, which share the layers of one model and get the same batch: give the"
+                " number of items of the whole batch on all of them"
+            )
+    return math.fsum(items[rank] for rank in dist.get_process_group_ranks(group))
 
 
 # Note [Skip decision]

@@ -72,6 +72,7 @@ class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
     forward_module: nn.Module
     precision: Precision | None
     model_parallel_size: int  # ranks that compute each batch together, with equal inputs
+    first_model_rank: int | None  # the first of these in the world; None where they need not agree on the batch
     tensor_parallel_size: int  # those of them that compute the same tokens, with shards of layers
     broadcasts_buffers: bool  # False if each rank trains with its own buffers
     failed_loads: dict[object, str]  # why a load has failed halfway, by the model or optimizer that is incomplete since
@@ -83,6 +84,7 @@ class ModelWrapper(nn.Module, metaclass=_ConstructionMarker):
         self._running_method = False
         self._is_primary = is_primary
         self.model_parallel_size = self.tensor_parallel_size = 1
+        self.first_model_rank = None
         self._is_closed = False
         self.broadcasts_buffers = True
         self.failed_loads = {}

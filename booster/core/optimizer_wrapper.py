@@ -174,7 +174,9 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         A further backward() of the same microbatch reverts it, see `_begin_accumulation`.
         """
         if self.loss_scaler is None and not self._has_copies():
-            self._accumulation.grad_factor = self._accumulation.unscale_factor(1.0, self.data_parallel_group)
+            self._accumulation.grad_factor = self._accumulation.unscale_factor(
+                1.0, self.data_parallel_group, self.model.first_model_rank
+            )
             if self._accumulation.grad_factor != 1.0:
                 multiply(self._gradients(), self._accumulation.grad_factor)
 
@@ -249,6 +251,7 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
                 f"the gradient norm of order {norm_type} is {norm.item()}: a loss or a gradient is not finite. Find it"
                 " with torch.autograd.set_detect_anomaly(True), or pass error_if_nonfinite=False"
             )
+        self._note_clipping(max_norm)
         if self._accumulation.factors is not None:
             self._accumulation.factors.clip(max_norm, norm)
         elif not self._accumulation.found_nonfinite:
@@ -265,6 +268,7 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
             return
         self._unscale_gradients()
         self._apply_factors()
+        self._note_clipping(clip_value)
         parameters = [one for one in self._optimized_parameters() if one.grad is not None]
         if parameters:  # this rank may have no shard, and torch's function fails without gradients
             _clip_by_value(parameters, clip_value)
@@ -448,7 +452,8 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
     def _reduce_and_unscale(self) -> list[torch.Tensor]:
         accumulation = self._accumulation
         scale = 1.0 if self.loss_scaler is None else self.loss_scaler.scale
-        factor = accumulation.unscale_factor(scale, self.data_parallel_group) * self._finish_reduction()
+        factor = accumulation.unscale_factor(scale, self.data_parallel_group, self.model.first_model_rank)
+        factor *= self._finish_reduction()
         if self._can_fuse_unscaling():
             accumulation.factors = UnscaleFactors(factor)
         elif self.master_weights is not None:
@@ -518,6 +523,9 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         if is_incomplete or self._accumulation.has_stepped:
             return False
         return self._accumulation.num_backwards > 0 or self._any_rank([self._has_gradients()])[0]
+
+    def _note_clipping(self, limit: float) -> None:
+        """Called with the norm or value that gradients are clipped to, also by torch's functions."""
 
     def _on_gradients_changed(self) -> None:
         """Called after gradient hooks, which may have changed the gradients; does nothing by default."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -60,6 +61,9 @@ def _wrap(function: Callable[..., Any]) -> None:
         for optimizer in list(_optimizers):
             if optimizer._holds_any(given):
                 optimizer._unscale_param_grads(given)
+                optimizer._note_clipping(
+                    args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value", math.inf))
+                )
         # An empty generator is passed on: torch warns about it.
         return own(members or parameters, *args, **kwargs)
 

@@ -116,6 +116,7 @@ class HybridModel(ZeroModel):
         has_extra_axes = mesh.size(*mesh.extra_axes) > 1
         self._extra_group = mesh.control_group(*mesh.extra_axes) if has_extra_axes else None
         self.model_parallel_size = mesh.size("pp", "sp", "tp")
+        self.first_model_rank = mesh.rank_at(pp=0, sp=0, tp=0) if self.model_parallel_size > 1 else None
         self.tensor_parallel_size = 1 if tp_group is None else tp_group.size
         is_partial = tp_group is not None or stage_model is not None or bool(self._experts)
         if is_partial and hasattr(module, "save_pretrained"):

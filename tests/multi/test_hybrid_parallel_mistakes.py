@@ -294,3 +294,16 @@ def test_a_save_of_shards_that_were_replaced_after_boost(tmp_path):
         booster.save_model(model, tmp_path / "b", shard=True)
     up.weight = before
     booster.save_model(model, tmp_path / "b", shard=True)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"zero_stage": 1}])
+@distributed(world_size=4, fresh=True)
+def test_num_items_that_differs_on_the_ranks_of_one_model_is_an_error_on_all(arguments):
+    booster, model, optimizer = boosted(**arguments)
+    rank = dist.get_rank()
+    booster.backward(model(torch.ones(2, 6)).sum(), optimizer, num_items=2 + rank // 2)  # may differ along dp
+    optimizer.step()
+    optimizer.zero_grad()
+    booster.backward(model(torch.ones(2, 6)).sum(), optimizer, num_items=2 + (rank == 3))
+    with pytest.raises(DesyncError, match=r"num_items=2 on rank 2 and num_items=3 on rank 3.*of the whole batch"):
+        optimizer.step()
