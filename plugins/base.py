@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar, get_type_hints
@@ -25,16 +26,20 @@ from booster.comm import (
     sum_dtype,
 )
 from booster.core.compiling import not_compiled
+from booster.core.shard_spec import shard_spec_of
 from booster.data import shard_dataloader
 from booster.device import current_device
-from booster.errors import ConfigError
+from booster.errors import ConfigError, format_list
 from booster.interface import Boosted, ModelWrapper, OptimizerWrapper, Plugin
+from booster.kernels.checksum import tensor_crc32
 from booster.validation import error_of
 
 from .sync_batch_norm import synchronize_buffers
 
 if TYPE_CHECKING:
     from booster.checkpoint_io import CheckpointIO
+
+_NUM_WATCHED_FORWARDS = 4
 
 Arguments = TypeVar("Arguments")
 WrappedPair: TypeAlias = tuple[ModelWrapper, OptimizerWrapper | None]
@@ -208,6 +213,54 @@ class DistributedModel(ModelWrapper):
         if self._has_changed_buffers:
             self._has_changed_buffers = False
             synchronize_buffers(self.module, self._group)
+
+
+class ForwardWrites:
+    """Finds weights that a forward in training writes to, for the ranks to compare. Watches the first few only."""
+
+    def __init__(self) -> None:
+        self._num_left = _NUM_WATCHED_FORWARDS
+        self._checksum = 0
+        self._names: list[str] = []
+
+    def begin(self, module: nn.Module) -> list[int] | None:
+        """Return the versions of the weights before a forward; None if it is not watched."""
+        if torch.compiler.is_compiling() or self._num_left == 0 or not (module.training and torch.is_grad_enabled()):
+            return None
+        self._num_left -= 1
+        return [_version_of(one) for one in module.parameters()]
+
+    def end(self, module: nn.Module, versions: Sequence[int]) -> None:
+        """Note what the forward has written since `begin`. Experts are not equal on all ranks, and left out."""
+        pairs = zip(module.named_parameters(), versions, strict=False)
+        written = {name: one for (name, one), version in pairs if _version_of(one) != version}
+        for name, one in written.items():
+            if not shard_spec_of(one).is_expert:
+                self._names.append(name)
+                self._checksum = zlib.crc32(tensor_crc32(one).to_bytes(4, "little"), self._checksum)
+
+    def bytes(self) -> tuple[int, int]:
+        """Return what must be equal on all ranks: a checksum of all that was written since the last `forget`."""
+        return self._checksum & 255, self._checksum >> 8 & 255
+
+    def forget(self) -> None:
+        """Begin again, as the ranks have compared."""
+        if self._names:
+            self._checksum = 0
+            self._names.clear()
+
+    def error(self) -> ConfigError:
+        """Return the error of writes that differ."""
+        names = format_list(map(repr, dict.fromkeys(self._names)), 3) or "those of another rank"
+        return ConfigError(
+            f"a forward in training wrote to weights ({names}), other values on each rank, so that their models differ:"
+            " write weights between steps, to equal values on all ranks, or register what follows from the batch, such"
+            " as a codebook, as a buffer, which is made equal"
+        )
+
+
+def _version_of(parameter: nn.Parameter) -> int:
+    return -1 if parameter.is_inference() else parameter._version
 
 
 def check_memory_is_apart(model: nn.Module, trained: list[nn.Parameter]) -> None:

@@ -235,6 +235,24 @@ def any_rank(flags: Sequence[bool], group: dist.ProcessGroup | None = None) -> l
     return [bool(flag) for flag in _max_of_numbers(flags, torch.uint8, group)]
 
 
+def any_rank_or_different(
+    flags: Sequence[bool], numbers: Sequence[int], group: dist.ProcessGroup | None = None
+) -> tuple[list[bool], list[bool]]:
+    """Return the logical or of each flag, and for each number whether it differs, over the ranks of the group.
+
+    Args:
+        flags: Flags as in `any_rank`.
+        numbers: Numbers from 0 to 255.
+        group: Ranks that compare; optional, defaults to the world group.
+
+    Collective: every rank of the group must call it, with equally many flags and numbers. One small all-reduce.
+    """
+    largest = _max_of_numbers([*flags, *numbers, *(255 - number for number in numbers)], torch.uint8, group)
+    num_flags, num_both = len(flags), len(flags) + len(numbers)
+    pairs = zip(largest[num_flags:num_both], largest[num_both:], strict=True)
+    return [bool(flag) for flag in largest[:num_flags]], [one + complement != 255 for one, complement in pairs]
+
+
 def max_of_numbers(numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
     """Return the maximum of each number over the ranks of the group; see `any_rank`. Collective."""
     return _max_of_numbers(numbers, torch.int64, group)

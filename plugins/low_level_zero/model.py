@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from booster.comm import AllGather, start_all_gather
 from booster.core.compiling import is_compiled_layer, not_compiled
-from booster.plugins.base import DistributedModel, refuse_conversion
+from booster.plugins.base import DistributedModel, ForwardWrites, refuse_conversion
 
 from .grad_bucket import GradientBucket
 
@@ -106,6 +106,7 @@ class ZeroModel(DistributedModel):
     ) -> None:
         super().__init__(module, group, is_primary=is_primary, broadcasts_buffers=broadcasts_buffers)
         self._all_gather: ParamAllGather | None = None
+        self.forward_writes = ForwardWrites()
 
     def connect(self, all_gather: ParamAllGather) -> None:
         """Set the all-gather of the weights after a step."""
@@ -130,9 +131,12 @@ class ZeroModel(DistributedModel):
                 self._all_gather.wait()
             else:
                 waiting = WaitForParams(self._all_gather)
+        versions = self.forward_writes.begin(self.module)
         with waiting:
             outputs = super().forward(*args, **kwargs)
         self.wait_for_weights()
+        if versions is not None:
+            self.forward_writes.end(self.module, versions)
         return outputs
 
     def _begin_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -175,7 +175,12 @@ class ZeroOptimizer(ShardedOptimizer):
         groups."""
         model_order = list(self.model.unwrap().parameters())
         self._reducer = GradientReducer(
-            self._flat_groups, model_order, self._config, self._groups, self._part.tied_names()
+            self._flat_groups,
+            model_order,
+            self._config,
+            self._groups,
+            self._part.tied_names(),
+            writes=self.model.forward_writes,
         )
         self.param_all_gather = ParamAllGather(self._reducer.buckets)
         self.model.connect(self.param_all_gather)

@@ -15,11 +15,11 @@ from torch import nn
 from booster.comm import (
     ReduceScatter,
     all_reduce_sum,
-    any_rank,
+    any_rank_or_different,
     start_reduce_scatter,
 )
 from booster.errors import ConfigError
-from booster.plugins.base import taking_hooks
+from booster.plugins.base import ForwardWrites, taking_hooks
 from booster.plugins.sharding.config import ShardGroups, ZeroConfig
 
 from .flat_params import FlatGroup
@@ -60,6 +60,7 @@ class GradientReducer:
         shard_groups: Process groups of all data-parallel ranks. The used parameters are all-reduced over the control
             group, a CPU group on an accelerator, which avoids a device synchronization. A bucket is reduced over the
             groups of its flat group.
+        writes: What forwards have written, for the ranks to compare.
 
     Attributes:
         param_grads: Gradients of all parameters.
@@ -73,12 +74,15 @@ class GradientReducer:
         config: ZeroConfig,
         shard_groups: ShardGroups,
         summed_before: Collection[str] = (),
+        *,
+        writes: ForwardWrites,
     ) -> None:
         self._stage = config.stage
         self._overlaps = config.overlap_communication or config.stage == 2
         self._issues_in_backward = all(group.groups is shard_groups for group in groups)
         self._control_group = shard_groups.control_group or shard_groups.data_parallel_group
         self._communication_dtype = config.communication_dtype
+        self._writes = writes
         self._buffers = BucketBuffers(MAX_BUCKETS_IN_FLIGHT)
         self._in_flight: deque[tuple[GradientBucket, ReduceScatter | ReplicaSum]] = deque()
         self._is_collecting = False
@@ -254,7 +258,7 @@ class GradientReducer:
             The buckets in which any rank has unreduced gradients.
 
         Raises:
-            ConfigError: A `.grad` on any rank does not come from a backward.
+            ConfigError: A `.grad` on any rank does not come from a backward, or forwards wrote other weights on each.
 
         Collective over the data-parallel ranks.
         """
@@ -264,7 +268,10 @@ class GradientReducer:
         local = [one.is_local for one in self.param_grads]
         foreign = [one.name for one in self.param_grads if one.parameter.grad is not None and not one.is_local]
         flags = [one.is_used for one in self.param_grads] + local + [bool(foreign)]
-        flags = any_rank(flags, self._control_group)
+        flags, differs = any_rank_or_different(flags, self._writes.bytes(), self._control_group)
+        if any(differs):
+            raise self._writes.error()
+        self._writes.forget()
         if flags.pop():
             raise ConfigError(
                 f"the .grad of {foreign[0] if foreign else 'a parameter on another rank'!r} was set by hand, which the"

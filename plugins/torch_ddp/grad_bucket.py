@@ -31,6 +31,7 @@ class ParamGrad:
         source: `.grad` while the bucket is in flight.
         unclaimed: Mean of a gradient that this rank does not have, until the ranks have exchanged which are used.
         handle: Handle of the reducer's hook on the parameter.
+        version: The parameter's version at the beginning of a backward, if the user has a hook on it.
     """
 
     parameter: nn.Parameter
@@ -42,6 +43,7 @@ class ParamGrad:
     source: torch.Tensor | None = None
     unclaimed: torch.Tensor | None = None
     handle: RemovableHandle | None = None
+    version: int | None = None
 
 
 @dataclass(slots=True, eq=False)

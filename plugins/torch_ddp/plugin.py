@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import struct
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -26,7 +29,7 @@ from booster.plugins.sync_batch_norm import convert_batch_norm
 from booster.pytree import map_tensors
 
 from .config import DDPConfig
-from .reducer import CommHook, Reducer
+from .reducer import NOT_CLIPPED, CommHook, Reducer
 
 # Reducers of the user's models, which may outlive their wrappers. As attributes they would be copied and pickled.
 _reducers: WeakKeyDictionary[nn.Module, Reducer] = WeakKeyDictionary()
@@ -154,7 +157,12 @@ class DDPModel(ModelWrapper):
         if self._compute_device_type != "cpu":
             device = next(self.module.parameters()).device
             args, kwargs = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))
-        return super().forward(*args, **kwargs)
+        writes = None if self.reducer is None else self.reducer.writes
+        versions = None if writes is None else writes.begin(self.module)
+        outputs = super().forward(*args, **kwargs)
+        if writes is not None and versions is not None:
+            writes.end(self.module, versions)
+        return outputs
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
         """Replace the averaging of gradients, as `DistributedDataParallel.register_comm_hook` does.
@@ -178,6 +186,7 @@ class DDPOptimizer(OptimizerWrapper):
 
     model: DDPModel
     _checked: Sequence[tuple[list[nn.Parameter], int]] = ()
+    _clipping = NOT_CLIPPED  # since the last step
 
     def _begin_accumulation(self, num_items: float | None) -> None:
         lists = [(group["params"], len(group["params"])) for group in self.param_groups]
@@ -186,6 +195,11 @@ class DDPOptimizer(OptimizerWrapper):
                 self._check_known(self.group_parameters(index), f"optimizer.param_groups[{index}]")
             self._checked = lists
         super()._begin_accumulation(num_items)
+        if self.model.reducer is not None:
+            accumulation, progress = self._accumulation, self.model.reducer.progress
+            progress.has_num_items = accumulation.num_items is not None
+            # The sum of any number of microbatches is divided by the items of all ranks.
+            progress.num_averaged = 0 if progress.has_num_items else max(1, accumulation.num_averaged)
 
     def _check_known(self, parameters: Sequence[Any], where: str) -> None:
         reducer = self.model.reducer
@@ -223,7 +237,13 @@ class DDPOptimizer(OptimizerWrapper):
     def _end_step(self) -> None:
         super()._end_step()
         if self.model.reducer is not None:
-            self.model.reducer.end_step(self._num_steps)
+            self.model.reducer.end_step(self._num_steps, self._clipping)
+        self._clipping = NOT_CLIPPED
+
+    def _note_clipping(self, limit: float) -> None:
+        if float(limit) < math.inf:  # else it computes the norm alone, which one rank may do
+            packed = struct.pack("<d", limit)
+            self._clipping = (zlib.crc32(packed, self._clipping[0]), int.from_bytes(packed, "little", signed=True))
 
     def restore_accumulation(self, accumulation: AccumulationState, num_microbatches: int) -> None:
         super().restore_accumulation(accumulation, num_microbatches)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import operator
+import struct
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -21,13 +22,14 @@ from booster.comm import (
     all_gather_numbers,
     all_reduce_sparse,
     any_rank,
+    any_rank_or_different,
     group_size,
     start_all_reduce,
 )
 from booster.errors import ConfigError, DesyncError
 from booster.fault_tolerance.collective_errors import translate_errors
 from booster.fault_tolerance.failure_diagnosis import CollectiveId
-from booster.plugins.base import taking_hooks
+from booster.plugins.base import ForwardWrites, taking_hooks
 from booster.plugins.sync_batch_norm import synchronize_buffers
 
 from .config import DDPConfig
@@ -73,6 +75,50 @@ _due: list[Reducer] = []
 _numbers = itertools.count()
 
 
+NOT_CLIPPED = (0, 0)
+
+
+@dataclass(slots=True)
+class Progress:
+    """What must be equal on all ranks in a backward that averages gradients.
+
+    Attributes:
+        num_steps: Number of steps of the model's optimizer.
+        has_num_items: Whether backward() was given num_items.
+        num_averaged: Number of microbatches that the gradient is divided by; 0 with num_items.
+        clipping: Checksum of the limits that the last step was clipped to, and the bits of the last of them.
+    """
+
+    num_steps: int = 0
+    has_num_items: bool = False
+    num_averaged: int = 1
+    clipping: tuple[int, int] = NOT_CLIPPED
+
+    def bytes(self) -> tuple[int, ...]:
+        """Return what the ranks compare."""
+        checksum = self.clipping[0]
+        return self.num_steps & 255, self.has_num_items, self.num_averaged & 255, checksum & 255, checksum >> 8 & 255
+
+    def numbers(self) -> list[int]:
+        """Return all that the ranks tell each other once they differ."""
+        return [self.num_steps, self.has_num_items, self.num_averaged, *self.clipping]
+
+    @classmethod
+    def from_numbers(cls, numbers: Sequence[int]) -> Progress:
+        num_steps, has_num_items, num_averaged, *clipping = numbers
+        return cls(num_steps, bool(has_num_items), num_averaged, (clipping[0], clipping[1]))
+
+    def described(self) -> tuple[str, ...]:
+        """Return how a message describes each of them."""
+        (limit,) = struct.unpack("<d", self.clipping[1].to_bytes(8, "little", signed=True))
+        return (
+            f"after step {self.num_steps}",
+            f"{'gave' if self.has_num_items else 'did not give'} num_items",
+            f"averages {self.num_averaged}",
+            "not at all" if self.clipping == NOT_CLIPPED else f"to {limit:g}",
+        )
+
+
 class Reducer:
     """Averages the gradients of a replicated model over the ranks; see Note [Gradient reduction].
 
@@ -100,7 +146,8 @@ class Reducer:
         self._overlaps = overlaps
         self._has_optimizer = has_optimizer
         self._number = next(_numbers)
-        self._num_steps, self._stepped_at = 0, _num_backwards
+        self.progress = Progress()
+        self._stepped_at = _num_backwards
         self._synchronizes = True
         self._reduces_now = self._reduced_in_backward = False
         self._may_be_local = False
@@ -110,6 +157,9 @@ class Reducer:
         self._in_flight: deque[Bucket] = deque()
         self._comm_hook: _BucketHook | None = None
         self._leaves_local = False
+        self.writes = ForwardWrites()
+        self._hooked: list[ParamGrad] = []
+        self._early: ParamGrad | None = None
         self._static_use: list[bool] | None = None
         self._trained: list[bool] = []
         self._buckets: list[Bucket] = []
@@ -183,6 +233,7 @@ class Reducer:
                     # A view of the bucket is partly reduced, and lost.
                     grad.parameter.grad = None if self._config.gradient_as_bucket_view else grad.source
                     grad.source, grad.is_local = None, True
+            self._early = None
             raise
         finally:
             _active, self._reduces_now = outer, False
@@ -207,9 +258,15 @@ class Reducer:
             self.reduce()
         self._note_reduced()
 
-    def end_step(self, num_steps: int) -> None:
-        """Note the end of a step of the model's optimizer, and how many there were."""
-        self._num_steps, self._stepped_at = num_steps, _num_backwards
+    def end_step(self, num_steps: int, clipping: tuple[int, int]) -> None:
+        """Note the end of a step of the model's optimizer, how many there were, and what it was clipped to."""
+        self.progress.num_steps, self.progress.clipping = num_steps, clipping
+        self._stepped_at = _num_backwards
+
+    def reduce_after_backward(self) -> None:
+        """Average all gradients after a backward that is not the optimizer's. Collective over the group."""
+        self._early = next((one for one in self._grads if one.has_arrived and one.parameter.grad is None), None)
+        self.reduce()
 
     def reduce(self) -> None:
         """Average all gradients over the ranks, including averaged ones. Collective over the group."""
@@ -226,33 +283,44 @@ class Reducer:
         """Handle a gradient that autograd has stored in `.grad`."""
         grad = self._grads[index]
         grad.is_local = True
+        is_own = _active is self
+        if is_own and grad.version is not None and grad.version != grad.parameter._version and self._synchronizes:
+            self._early = grad  # written by a hook of the user, which comes before
         bucket = grad.bucket
         if bucket is not None and not bucket.is_issued:
             if self._config.gradient_as_bucket_view:
                 move_into_view(grad)
-            if self._reduces_now and not grad.has_arrived:
+            if not grad.has_arrived and is_own and self._synchronizes:
                 grad.has_arrived = True
-                bucket.num_missing -= 1
-                self._issue_complete()
-        if _active is None or (_active is not self and not self._has_optimizer):
-            self._reduce_after_backward()
+                if self._reduces_now:
+                    bucket.num_missing -= 1
+                    self._issue_complete()
+        if not is_own and (_active is None or not self._has_optimizer):
+            self._reduce_after_backward(grad)
 
-    def _reduce_after_backward(self) -> None:
+    def _reduce_after_backward(self, grad: ParamGrad) -> None:
         """Queue a reduction at the end of a backward that is not the optimizer's, such as `loss.backward()`."""
         backward = torch._C._current_graph_task_id()
         if not self._synchronizes:
             self._may_be_local = True
-        elif self._queued_in != backward:
+            return
+        if self._queued_in != backward:
             self._queued_in = backward
-            if self not in _due:  # a failed backward may have left it there
+            for one in self._grads if self in _due else ():  # a failed backward may have left it there
+                one.has_arrived = False
+            if self not in _due:
                 _due.append(self)
             torch.autograd.Variable._execution_engine.queue_callback(_reduce_due)  # type: ignore[attr-defined]
+        grad.has_arrived = True
 
     # Buckets during backward.
 
     def _begin(self, *, overlaps: bool) -> None:
         self._drain()
         self._form_buckets()
+        for grad in self._hooked:
+            grad.version = None
+        self._hooked.clear()
         for bucket in self._buckets:
             bucket.num_missing, bucket.is_issued = len(bucket.grads), False
         for grad in self._grads:
@@ -260,6 +328,8 @@ class Reducer:
             hooks = grad.parameter._post_accumulate_grad_hooks
             if grad.handle is not None and hooks is not None and len(hooks) > 1:
                 hooks[grad.handle.id] = hooks.pop(grad.handle.id)  # behind hooks that the user registered later
+                grad.version = grad.parameter._version
+                self._hooked.append(grad)
         self._next, self._reduces_now, self._reduced_in_backward = 0, overlaps, overlaps
 
     def _issue_complete(self) -> None:
@@ -280,6 +350,8 @@ class Reducer:
             source, grad.parameter.grad, grad.is_local = grad.parameter.grad, None, False
             grad.source = source.to_dense() if source is not None and source.is_sparse else source
             if grad.source is None:
+                if grad.has_arrived:  # cleared by a hook of the user
+                    self._early = grad
                 view.zero_()
             else:
                 torch.mul(grad.source.detach(), scale, out=view)
@@ -395,24 +467,62 @@ class Reducer:
                     "static_graph=True promises that all steps use the same parameters, and this backward gave a"
                     " gradient to one that no rank used in the first: make the plugin without static_graph"
                 )
+            if self._early is not None:
+                self._raise_early_step()
             return self._static_use, [False] * len(self._buckets)
         repeated = [any(grad.is_local for grad in bucket.grads) for bucket in self._buckets]
-        step = [self._num_steps & 1, self._num_steps & 2, self._num_steps & 4]
-        flags = any_rank([*mine, *repeated, *map(bool, step), *map(operator.not_, step)], self._control_group)
-        if any(map(operator.and_, flags[-6:-3], flags[-3:])):  # a bit that is 1 on one rank and 0 on another
-            self._raise_step_difference()
-        used, flags = flags[: len(mine)], flags[:-6]
+        flags, differs = any_rank_or_different(
+            [*mine, *repeated, self._early is not None],
+            [*self.writes.bytes(), *self.progress.bytes()],
+            self._control_group,
+        )
+        if any(differs):
+            self._raise_difference(is_written=any(differs[: len(self.writes.bytes())]))
+        self.writes.forget()
+        if flags.pop():
+            self._raise_early_step()
+        used, repeated = flags[: len(mine)], flags[len(mine) :]
         if self._config.static_graph and self._reduced_in_backward:  # else no gradient can be late
             self._static_use = used
-        return used, flags[len(mine) :]
+        return used, repeated
 
-    def _raise_step_difference(self) -> None:
-        steps = [step for (step,) in all_gather_numbers([self._num_steps], self._control_group)]
-        each = ", ".join(f"rank {rank} after step {step}" for rank, step in enumerate(steps))
+    def _raise_early_step(self) -> NoReturn:
+        module, early, self._early = self._module(), self._early, None
+        named = () if module is None or early is None else module.named_parameters()
+        name = next((repr(name) for name, one in named if early is not None and one is early.parameter), "a parameter")
+        raise ConfigError(
+            f"a hook in backward, as of register_post_accumulate_grad_hook(), has written {name} or cleared its .grad"
+            " before the ranks have averaged it, as an optimizer in backward does, so that the ranks' weights differ:"
+            " leave the hook out, and call step() after backward(), where .grad has the mean"
+        )
+
+    def _raise_difference(self, *, is_written: bool) -> NoReturn:
+        """Raise what the ranks have done differently. Collective."""
+        if is_written:
+            raise self.writes.error()
+        ranks = [Progress.from_numbers(row) for row in all_gather_numbers(self.progress.numbers(), self._control_group)]
+        steps, items, averaged, clipping = zip(*(one.described() for one in ranks), strict=True)
+        if len(set(steps)) > 1:
+            raise DesyncError(
+                f"the ranks average gradients of different steps: {_of_ranks(steps)}. A rank has left out a backward()"
+                " before its step, as of a batch that it skipped: call backward() equally often on every rank, for a"
+                " batch without a loss with model(inputs).sum() * 0, or leave out optimizer.step() on all ranks"
+            )
+        if len(set(items)) > 1:
+            raise DesyncError(
+                f"some ranks sum their losses, and others average: {_of_ranks(items)}. Give num_items to backward() on"
+                " every rank or on none, 0 for a batch without any"
+            )
+        if len(set(averaged)) > 1:
+            raise DesyncError(
+                f"the ranks average different numbers of microbatches: {_of_ranks(averaged)}. Call accumulate() with"
+                " the same steps on every rank, and backward() in each microbatch, or give num_items to backward(),"
+                " which divides by the items of all microbatches"
+            )
         raise DesyncError(
-            f"the ranks average gradients of different steps: {each}. A rank has left out a backward() before its step,"
-            " as of a batch that it skipped: call backward() equally often on every rank, for a batch without a loss"
-            " with model(inputs).sum() * 0, or leave out optimizer.step() on all ranks"
+            f"the ranks have clipped the gradients of step {self.progress.num_steps} differently, and their weights"
+            f" differ: {_of_ranks(clipping)}. Clip on every rank, to the same limit, and begin again from a checkpoint"
+            " from before"
         )
 
     def _form_buckets(self) -> None:
@@ -442,6 +552,10 @@ class Reducer:
                 if uses_views:
                     move_into_view(grad)
         return buckets
+
+
+def _of_ranks(descriptions: Sequence[str]) -> str:
+    return ", ".join(f"rank {rank} {one}" for rank, one in enumerate(descriptions))
 
 
 def _sparse_mean(parameter: nn.Parameter) -> torch.Tensor:
@@ -487,4 +601,4 @@ def _reduce_due() -> None:
         reducer = min(_due, key=lambda one: one._number)
         _due.remove(reducer)
         reducer._queued_in = None
-        reducer.reduce()
+        reducer.reduce_after_backward()

@@ -307,3 +307,26 @@ def test_num_items_that_differs_on_the_ranks_of_one_model_is_an_error_on_all(arg
     booster.backward(model(torch.ones(2, 6)).sum(), optimizer, num_items=2 + (rank == 3))
     with pytest.raises(DesyncError, match=r"num_items=2 on rank 2 and num_items=3 on rank 3.*of the whole batch"):
         optimizer.step()
+
+
+class Codebook(Pair):
+    """Its codes follow the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.zeros(6), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps (batch, 6) to (batch, 3)."""
+        with torch.no_grad():
+            self.codes.add_(x.mean(0))
+        return super().forward(x + self.codes)
+
+
+@pytest.mark.parametrize("arguments", [{"tp_size": 1, "plan": None}, {"tp_size": 1, "plan": None, "zero_stage": 1}])
+@distributed(world_size=2, fresh=True)
+def test_a_forward_that_writes_weights_by_its_own_batch_is_an_error_on_all(arguments):
+    booster, model, optimizer = boosted(Codebook(), **arguments)
+    booster.backward(model(torch.full((2, 6), 1.0 + dist.get_rank())).sum(), optimizer)
+    with pytest.raises(ConfigError, match=r"wrote to weights \('codes'\).*as a buffer"):
+        optimizer.step()

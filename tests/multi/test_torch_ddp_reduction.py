@@ -465,3 +465,126 @@ def test_a_rank_that_leaves_out_a_backward_and_steps_is_named(leaves_out):
 
     with pytest.raises(DesyncError, match=r"rank 0 after step 1, rank 1 after step 2.*model\(inputs\).sum\(\) \* 0"):
         train()
+
+
+def train_a_step(booster, model, optimizer, clip=None, steps=1, **arguments):
+    for _ in range(steps):
+        with booster.accumulate(model, optimizer, steps):
+            booster.backward(model(ones(2, 3)).sum(), optimizer, **arguments)
+            if clip is not None:
+                clip()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@distributed(2, fresh=True)
+def test_num_items_on_one_rank_alone_is_an_error_before_the_step():
+    booster, model, optimizer = boosted(model := nn.Linear(3, 1), sgd(model))
+    before = model.weight.detach().clone()
+    with pytest.raises(DesyncError, match=r"rank 0 did not give num_items, rank 1 gave num_items.*on every rank or"):
+        train_a_step(booster, model, optimizer, **({"num_items": 2} if dist.get_rank() == 1 else {}))
+    assert torch.equal(model.weight, before)
+
+
+@distributed(2, fresh=True)
+def test_different_numbers_of_microbatches_are_an_error_before_the_step():
+    booster, model, optimizer = boosted(model := nn.Linear(3, 1), sgd(model))
+    before = model.weight.detach().clone()
+    with pytest.raises(
+        DesyncError, match=r"rank 0 averages 2, rank 1 averages 3\. Call accumulate.* with the same steps"
+    ):
+        train_a_step(booster, model, optimizer, steps=2 + dist.get_rank())
+    assert torch.equal(model.weight, before)
+
+
+@distributed(2)
+def test_numbers_of_microbatches_may_differ_with_num_items():
+    booster, model, optimizer = boosted(model := nn.Linear(3, 1), sgd(model, lr=1.0))
+    before = model.weight.detach().clone()
+    train_a_step(booster, model, optimizer, steps=2 + dist.get_rank(), num_items=2)
+    torch.testing.assert_close(before - model.weight, ones(1, 3))
+
+
+CLIPPING = {
+    "other norms": lambda b, m, o: b.clip_grad_norm_(o, 0.5 * (1 + dist.get_rank())),
+    "one rank": lambda b, m, o: b.clip_grad_norm_(o, 0.5) if dist.get_rank() == 0 else None,
+    "other values": lambda b, m, o: o.clip_grad_by_value(0.5 * (1 + dist.get_rank())),
+    "torch's norm": lambda b, m, o: nn.utils.clip_grad_norm_(m.parameters(), max_norm=0.5 * (1 + dist.get_rank())),
+    "torch's value": lambda b, m, o: nn.utils.clip_grad_value_(m.parameters(), 0.5 * (1 + dist.get_rank())),
+}
+
+
+@pytest.mark.parametrize("name", CLIPPING)
+@distributed(2, fresh=True)
+def test_clipping_that_differs_between_ranks_is_an_error_in_the_next_backward(name):
+    booster, model, optimizer = boosted(model := nn.Linear(3, 1), sgd(model))
+    train_a_step(booster, model, optimizer, lambda: CLIPPING[name](booster, model, optimizer))
+    found = "rank 0 to 0.5, rank 1 not at all" if name == "one rank" else "rank 0 to 0.5, rank 1 to 1. "
+    with pytest.raises(DesyncError, match=f"clipped the gradients of step 1 differently.*{found}.*Clip on every rank"):
+        train_a_step(booster, model, optimizer)
+
+
+@distributed(2)
+def test_ranks_may_read_the_norm_alone():
+    booster, model, optimizer = boosted(model := nn.Linear(3, 1), sgd(model))
+    for step in range(3):
+        clip = lambda: booster.clip_grad_norm_(optimizer, float("inf"))  # noqa: E731
+        train_a_step(booster, model, optimizer, clip if dist.get_rank() == step % 2 else None)
+        train_a_step(booster, model, optimizer, lambda: booster.clip_grad_norm_(optimizer, 0.5))
+    assert_equal_on_all_ranks(model.parameters())
+
+
+@pytest.mark.parametrize(("is_plain", "clears"), [(False, True), (False, False), (True, True)])
+@distributed(2, fresh=True)
+def test_an_optimizer_inside_of_backward_is_an_error(is_plain, clears):
+    model = nn.Linear(3, 1)
+    optimizers = {one: torch.optim.SGD([one], lr=0.1) for one in model.parameters()}
+    booster, boosted_model, optimizer = boosted(model, None if is_plain else sgd(model))
+
+    def step(parameter):
+        optimizers[parameter].step()
+        if clears:
+            optimizers[parameter].zero_grad()
+
+    for one in model.parameters():
+        one.register_post_accumulate_grad_hook(step)
+    loss = boosted_model(ones(2, 3)).sum()
+    with pytest.raises(ConfigError, match=r"a hook in backward.*'(weight|bias)' or cleared its .grad.*step.. after"):
+        loss.backward() if is_plain else booster.backward(loss, optimizer)
+
+
+class Writes(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.last = how, nn.Linear(3, 1)
+        self.weight = nn.Parameter(torch.randn(4, 3), requires_grad=how == "embedding")
+
+    def forward(self, inputs):
+        if self.how == "embedding":
+            rows = torch.arange(2, device=inputs.device) + 2 * dist.get_rank()
+            return self.last(nn.functional.embedding(rows, self.weight, max_norm=0.1))
+        with torch.no_grad():
+            if self.how == "codebook":
+                self.weight.mul_(0.9).add_(inputs.mean(), alpha=0.1)
+            else:  # equally on all ranks
+                self.weight.copy_(nn.functional.normalize(self.weight, dim=1))
+        return self.last(inputs + self.weight[:2])
+
+
+@pytest.mark.parametrize("how", ["embedding", "codebook"])
+@distributed(2, fresh=True)
+def test_a_forward_that_writes_other_weights_on_each_rank_is_an_error(how):
+    torch.manual_seed(0)
+    booster, model, optimizer = boosted(model := Writes(how), sgd(model))
+    with pytest.raises(ConfigError, match=r"a forward in training wrote to weights \('weight'\).*as a buffer"):
+        booster.backward(model(ones(2, 3, times=1.0 + dist.get_rank())).sum(), optimizer)
+
+
+@distributed(2)
+def test_a_forward_may_write_the_same_weights_on_all_ranks():
+    booster, model, optimizer = boosted(model := Writes("normalized"), sgd(model))
+    for step in range(6):
+        booster.backward(model(ones(2, 3, times=step + dist.get_rank())).sum(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_equal_on_all_ranks(model.parameters())
