@@ -177,7 +177,7 @@ class CheckpointMethods:
         Collective: every rank must call it.
 
         Raises:
-            ConfigError: An object is not boosted, or a loader has other data.
+            ConfigError: An object is not boosted, a loader has other data, or a scheduler has other settings.
             CheckpointError: A requested object is missing or does not match, or files are damaged. Nothing was changed,
                 unless a checksum of the data differs, without verify="before", or reading fails on the way: then every
                 use of these models and optimizers raises the error again until a load has succeeded.

@@ -232,6 +232,7 @@ class GeneralCheckpointIO(CheckpointIO):
 
         Raises:
             CheckpointError: The file is unreadable, or of another scheduler class.
+            ConfigError: The scheduler was built with other settings.
         """
         self.saver.wait()
         path = as_path(checkpoint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -306,15 +307,7 @@ class Schedule(LRScheduler):
             )
 
     def _check_settings(self, state_dict: Mapping[str, Any]) -> None:
-        changed = [key for key in self.SETTINGS if state_dict[key] != getattr(self, key)]
-        if changed:
-            saved = ", ".join(f"{key}={_format_setting(state_dict[key])}" for key in changed)
-            given = ", ".join(f"{key}={_format_setting(getattr(self, key))}" for key in changed)
-            raise ConfigError(
-                f"the state is of a {type(self).__name__} with {saved}, but this one has {given}: build it with {saved}"
-                " to resume exactly; for another schedule load the optimizer alone and build this one with"
-                f" last_epoch={state_dict['last_epoch'] - 1}"
-            )
+        _check_equal_settings(self, {key: (state_dict[key], getattr(self, key)) for key in self.SETTINGS}, state_dict)
 
 
 class CurveSchedule(Schedule):
@@ -343,6 +336,81 @@ class CurveSchedule(Schedule):
     def get_lr(self) -> list[LearningRate]:
         """Return the learning rates of all groups; internal to `step`, users call `get_last_lr`."""
         return self._get_closed_form_lr()
+
+
+# Note [Settings of torch's schedulers]
+# torch's `load_state_dict` takes over the settings of the scheduler that was saved, which the state has beside what
+# steps change. Settings are the attributes with the names of the constructor's arguments, also in plural or with an
+# underscore, and those that are computed from them. Functions and tensors are not compared; classes of users may change
+# any attribute in a step, so theirs are not, either.
+
+_COMPUTED_SETTINGS = ("total_size", "step_ratio", "_schedule_phases", "_anneal_func_type")
+
+
+def check_scheduler_state(scheduler: Any, state: Mapping[str, Any]) -> None:
+    """Check that a scheduler accepts a state and stays the schedule that it was built as. Not collective.
+
+    Args:
+        scheduler: Scheduler of this package, of torch or of the user.
+        state: What is about to be loaded into it.
+
+    Raises:
+        ConfigError: The state is of a scheduler with other settings; nothing was changed.
+    """
+    if hasattr(scheduler, "check_state_dict"):
+        scheduler.check_state_dict(state)
+    elif type(scheduler).__module__.startswith("torch.optim."):
+        _check_settings_of_torch(scheduler, state)
+
+
+def _check_settings_of_torch(scheduler: Any, state: Mapping[str, Any]) -> None:
+    """See Note [Settings of torch's schedulers]."""
+    arguments = [one for one in inspect.signature(scheduler.__init__).parameters if one != "last_epoch"]
+    of_groups = [f"{one}s" for one in arguments]
+    pairs: dict[str, tuple[Any, Any]] = {}
+    for name in (*arguments, *of_groups, *(f"_{one}" for one in arguments), *_COMPUTED_SETTINGS):
+        if name not in state or not hasattr(scheduler, name):
+            continue
+        saved, given = _as_list(state[name]), _as_list(getattr(scheduler, name))
+        # Groups that were added later lengthen one of the lists at the next step.
+        if name not in of_groups or not isinstance(saved, list) or len(saved) == len(given):
+            pairs[name] = saved, given
+    saved_inner, inner = pairs.pop("_schedulers", ((), ()))
+    if len(inner) != len(saved_inner):
+        pairs["number of schedulers"] = len(saved_inner), len(inner)
+    _check_equal_settings(scheduler, {name: pair for name, pair in pairs.items() if all(map(_is_plain, pair))}, state)
+    for one, one_state in zip(inner, saved_inner, strict=True):
+        check_scheduler_state(one, one_state)
+
+
+def _as_list(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, value.values()))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _check_equal_settings(
+    scheduler: LRScheduler, pairs: Mapping[str, tuple[Any, Any]], state: Mapping[str, Any]
+) -> None:
+    """Raise `ConfigError` unless the saved and the given value of each setting are equal."""
+    changed = {name.removeprefix("_"): pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    if not changed:
+        return
+    saved, given = (
+        ", ".join(f"{name}={_format_setting(pair[index])}" for name, pair in changed.items()) for index in (0, 1)
+    )
+    steps = state.get("last_epoch") if "last_epoch" in inspect.signature(scheduler.__init__).parameters else None
+    start = f" and build this one with last_epoch={steps - 1}" if isinstance(steps, int) else ""
+    raise ConfigError(
+        f"the state is of a {type(scheduler).__name__} with {saved}, but this one has {given}: build it with {saved}"
+        f" to resume exactly; for another schedule load the optimizer alone{start}"
+    )
 
 
 def copy_hyperparameter(value: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 from booster.checkpoint_io.formats import json_values
 from booster.checkpoint_io.formats.json import MAX_JSON_BYTES, json_bytes
 from booster.errors import CheckpointError
+from booster.lr_scheduler.base import check_scheduler_state
 
 # Without reduced gradients, format 1 is written, which earlier versions can read; they would ignore reduced gradients.
 FORMATS = (1, 2)
@@ -183,7 +184,5 @@ def scheduler_state(document: Any, lr_scheduler: Any, path: Path) -> dict[str, A
             f"{path} holds the state of a {document.get('scheduler')!s:.80}, not of a {name}: build the scheduler"
             " that was saved"
         )
-    check = getattr(lr_scheduler, "check_state_dict", None)
-    if check is not None:  # before models and optimizers are filled
-        check(state)
+    check_scheduler_state(lr_scheduler, state)  # before models and optimizers are filled
     return state

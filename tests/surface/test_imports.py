@@ -23,6 +23,7 @@ ALLOWED = {
         "booster.fault_tolerance",
         "booster.kernels",
         "booster.logger",
+        "booster.lr_scheduler",
     ),
 }
 KNOW_PLUGINS = ("booster.cli.benchmark", "booster.registry")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -269,6 +270,72 @@ def test_a_scheduler_goes_on_where_it_stopped(tmp_path):
     assert type(other.milestones) is type(scheduler.milestones)
     with pytest.raises(CheckpointError, match="not of a StepLR"):
         IO.load_lr_scheduler(lr_scheduler.StepLR(optimizer, 1), tmp_path / "deep" / "scheduler.json")
+
+
+SCHEDULERS = {
+    "steps": (lambda o, n: lr_scheduler.StepLR(o, n), r"with step_size=2, but .* step_size=3: .* with last_epoch=4$"),
+    "milestones": (lambda o, n: lr_scheduler.MultiStepLR(o, [1, n]), r"with milestones=\[1, 2\]"),
+    "cosine": (lambda o, n: lr_scheduler.CosineAnnealingLR(o, 9, n / 100), "with eta_min=0.02"),
+    "restarts": (lambda o, n: lr_scheduler.CosineAnnealingWarmRestarts(o, 1, n), "with T_mult=2,"),
+    "cycles": (lambda o, n: lr_scheduler.CyclicLR(o, 0.1, n), r"with max_lrs=\[2\]"),
+    "one cycle": (lambda o, n: lr_scheduler.OneCycleLR(o, 1.0, 10, pct_start=n / 10), "with schedule_phases="),
+    "plateau": (lambda o, n: lr_scheduler.ReduceLROnPlateau(o, patience=n), "patience=2, .*the optimizer alone$"),
+    "sequence": (
+        lambda o, n: lr_scheduler.SequentialLR(o, [lr_scheduler.LinearLR(o), lr_scheduler.StepLR(o, n)], [2]),
+        "of a StepLR with step_size=2",
+    ),
+    "switch": (
+        lambda o, n: lr_scheduler.SequentialLR(o, [lr_scheduler.LinearLR(o), lr_scheduler.StepLR(o, 1)], (n,)),
+        r"of a SequentialLR with milestones=\[2\]",
+    ),
+    "chain": (
+        lambda o, n: lr_scheduler.ChainedScheduler([lr_scheduler.ExponentialLR(o, 0.9) for _ in range(n)]),
+        "with number of schedulers=2",
+    ),
+    "functions": (lambda o, n: lr_scheduler.LambdaLR(o, lambda step: n / (step + 1)), None),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_of_torch_keeps_its_settings(tmp_path, name):
+    build, message = SCHEDULERS[name]
+
+    def of(number):
+        return build(SGD([nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.9), number)
+
+    scheduler = of(2)
+    for _ in range(5):
+        scheduler.optimizer.step()
+        scheduler.step(1.0) if name == "plateau" else scheduler.step()
+    IO.save_lr_scheduler(scheduler, tmp_path / "scheduler.json")
+    same = of(2)
+    IO.load_lr_scheduler(same, tmp_path / "scheduler.json")
+    assert same.state_dict() == scheduler.state_dict()
+    IO.load_lr_scheduler(same, tmp_path / "scheduler.json")
+    other = of(3)
+    if message is None:  # functions are not compared
+        IO.load_lr_scheduler(other, tmp_path / "scheduler.json")
+        return
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(ConfigError, match=message):
+        IO.load_lr_scheduler(other, tmp_path / "scheduler.json")
+    assert other.state_dict() == before
+
+
+def test_a_group_that_came_later_is_no_other_setting(tmp_path):
+    def build():
+        optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+        scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+        return scheduler
+
+    scheduler = build()
+    for _ in range(3):
+        scheduler.step(1.0)
+    IO.save_lr_scheduler(scheduler, tmp_path / "scheduler.json")
+    other = build()
+    IO.load_lr_scheduler(other, tmp_path / "scheduler.json")
+    assert other.state_dict() == scheduler.state_dict()
 
 
 def test_scheduler_files_and_states_that_do_not_fit(tmp_path):

@@ -313,6 +313,9 @@ class TestChecksFirst:
         other = Run(seed=1)
         scheduler = torch.optim.lr_scheduler.ConstantLR(other.optimizer)
         self.assert_refused(tmp_path, other, "StepLR, not of a ConstantLR", lr_scheduler=scheduler)
+        scheduler = StepLR(other.optimizer, 3)
+        message = "step_size=2, but this one has step_size=3"
+        self.assert_refused(tmp_path, other, message, ConfigError, lr_scheduler=scheduler)
 
     def test_a_loader_over_other_data(self, tmp_path):
         run = Run().train(2)
