@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from booster.core.model_wrapper import LabeledBatch
 from booster.data.dataloader import DistributedDataLoader, active_position
 from booster.data.join import JoinIterator
-from booster.data.prepare import distributed_sampler_of
+from booster.data.prepare import distributed_sampler_of, loader_fingerprint
 from booster.errors import ConfigError
 from booster.pytree import children_of, iter_tensors, with_children
 
@@ -77,8 +77,16 @@ def check_loader(loader: Any, name: str, dp_size: int) -> None:
         dp_size: Number of data-parallel ranks.
 
     Raises:
-        ConfigError: It is not iterable, every rank would read all samples, or they are divided by another sampler.
+        ConfigError: It is not iterable, there are several, every rank would read all samples, or they are divided by
+            another sampler.
     """
+    several = isinstance(loader, Sequence) and any(isinstance(one, DataLoader) for one in loader)
+    if several or isinstance(loader, Mapping):
+        raise ConfigError(
+            f"{name} is a {type(loader).__name__}, and a Trainer reads one loader: pass one of them, and call"
+            " trainer.evaluate(loader) for each of the others; to train on several datasets, pass one loader over a"
+            " torch.utils.data.ConcatDataset"
+        )
     if not isinstance(loader, Iterable) or isinstance(loader, Iterator):
         raise ConfigError(
             f"{name} must be iterable once per epoch, got one of class {type(loader).__name__}: pass the loader that"
@@ -97,6 +105,13 @@ def check_loader(loader: Any, name: str, dp_size: int) -> None:
             f"{name} is a plain {type(loader).__name__}, of which each of the {dp_size} data-parallel ranks would read"
             " all samples: pass booster.prepare_dataloader(loader), or what boost(dataloader=) returned"
         )
+
+
+def fingerprint_of_loader(loader: Any, name: str) -> list[str]:
+    """Return what must be equal on all ranks of a checked loader: what its samples are divided by, if that is known."""
+    if not isinstance(loader, DistributedDataLoader):
+        return []
+    return [f"{name}: {line}" for line in loader_fingerprint(loader)]
 
 
 def batches_of(loader: Any) -> Iterator[Any]:

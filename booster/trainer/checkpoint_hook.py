@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from booster.checkpoint_io.storage import Storage
+from booster.checkpoint_io.tools.inspect import find_contents, training_document
+from booster.checkpoint_io.training_state.retention import StepDirectories
+from booster.comm import all_gather_text, group_rank
 from booster.errors import ConfigError
-from booster.validation import check_count, check_flag, check_path
+from booster.validation import check_count, check_flag, check_path, error_of
 
 from .hook import Hook, TrainerState
 from .metric_hooks import BestValue
@@ -22,7 +27,7 @@ class CheckpointHook(Hook):
     Every checkpoint resumes exactly by `fit(resume=)`, also one in the middle of an epoch or of an accumulation.
 
     Args:
-        path: Directory of the run; `fit(resume="auto")` resumes from there.
+        path: Directory of the run, another one for each hook; `fit(resume="auto")` resumes from there.
         every_epochs: Number of epochs between saves; optional, defaults to 1 if no other interval is given.
         every_steps: Number of steps of the optimizer between saves, optional.
         every_iterations: Number of batches between saves, optional; directories are numbered by batches, then.
@@ -125,3 +130,50 @@ class CheckpointHook(Hook):
         """Load a result of `state_dict`."""
         if self._best is not None:
             self._best.value = state["best"]
+
+
+def check_paths(hooks: Sequence[CheckpointHook]) -> None:
+    """Raise `ConfigError` if two hooks save into one directory."""
+    found: dict[str, Path] = {}
+    for hook in hooks:
+        other = found.setdefault(os.path.realpath(hook.path), hook.path)
+        if other is not hook.path:
+            raise ConfigError(
+                f"two CheckpointHooks save into {str(hook.path)!r}, and would replace and remove each other's"
+                f" checkpoints: give each a path of its own, such as {str(hook.path / 'frequent')!r}"
+            )
+
+
+def latest_of(paths: Sequence[Path]) -> Path:
+    """Return the directory whose latest checkpoint is the one after most batches; the first if there is none.
+
+    Args:
+        paths: Directories of the hooks, at least one.
+
+    Collective: every rank must call it. Rank 0 reads the positions.
+
+    Raises:
+        CheckpointError: A checkpoint is damaged.
+    """
+    if len(paths) == 1:
+        return paths[0]
+    found: list[str] = []
+
+    def find() -> None:
+        if group_rank() == 0:
+            positions = [_position_in(path) for path in paths]
+            found.append(str(positions.index(max(positions))))
+
+    error = error_of(find)
+    return paths[int(all_gather_text("finding the latest checkpoint", found, error=error)[0][0])]
+
+
+def _position_in(path: Path) -> tuple[int, int]:
+    """Return the numbers of batches and epochs of the latest checkpoint in a directory; -1 without one of a Trainer."""
+    storage = Storage()
+    latest = StepDirectories(storage, path).latest()
+    document = None if latest is None else training_document(storage, find_contents(storage, latest.path))
+    extra = None if document is None else document.extra
+    if not isinstance(extra, Mapping) or "trainer" not in extra:
+        return -1, -1
+    return extra["trainer"]["iteration"], extra["trainer"]["epoch"]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ from booster.logger import get_dist_logger
 from booster.pytree import map_tensors
 from booster.validation import check_clipping, check_count, error_of
 
-from .batches import as_batch, batches_of, check_loader, is_last_batch, join_batches, loss_of
-from .checkpoint_hook import CheckpointHook
+from .batches import as_batch, batches_of, check_loader, fingerprint_of_loader, is_last_batch, join_batches, loss_of
+from .checkpoint_hook import CheckpointHook, check_paths, latest_of
 from .gradient_handlers import Given, attach_gradient_handlers, resolve_gradient_handlers
 from .hook import HookList, TrainerState, check_hook
 from .metric_hooks import LossHook, MetricHook
@@ -133,6 +134,7 @@ class Trainer(TrainerState):
                 f"two of the hooks write the metric eval_{repeated}: give one of them another name, as in"
                 f" MetricHook(..., name='{repeated}_2')"
             )
+        check_paths([one for one in given if isinstance(one, CheckpointHook)])
         if not any(isinstance(one, LossHook) for one in given):
             given.append(LossHook())
         if self.lr_scheduler is not None and not any(isinstance(one, LRScheduleHook) for one in given):
@@ -167,19 +169,27 @@ class Trainer(TrainerState):
             eval_loader: Loader of evaluations, optional.
             evaluate_every: Number of steps between evaluations; optional, defaults to one at the end of each epoch.
             resume: Directory of a checkpoint that a Trainer has saved; or "auto" for the latest one of the
-                `CheckpointHook`, if there is one already. Optional, by default the run starts, or continues in memory.
+                `CheckpointHook`, if there is one already, and of several hooks the one after most batches. Optional, by
+                default the run starts, or continues in memory.
 
         Collective: every rank must call it.
 
         Raises:
             ConfigError: An argument is invalid, or a hook can't work with these; on all ranks.
+            DesyncError: The ranks' arguments differ, or their loaders divide the samples differently.
             CheckpointError: The checkpoint does not fit, or a save failed.
             RankFailedError: Another rank failed; the message names the hook that raised there.
         """
-        error = error_of(lambda: self._check_fit(train_loader, epochs, steps, eval_loader, evaluate_every, resume))
-        lengths = [f"epochs={epochs}", f"steps={steps}"]
-        lengths += [f"evaluates={eval_loader is not None}", f"evaluate_every={evaluate_every}"]
-        check_same_across_ranks("Trainer.fit()", lengths, error=error)
+        lines = [f"epochs={epochs}", f"steps={steps}"]
+        lines += [f"evaluates={eval_loader is not None}", f"evaluate_every={evaluate_every}"]
+
+        def check() -> None:
+            self._check_fit(train_loader, epochs, steps, eval_loader, evaluate_every, resume)
+            lines.extend(fingerprint_of_loader(train_loader, "train_loader"))
+            lines.extend(fingerprint_of_loader(eval_loader, "eval_loader"))
+
+        error = error_of(check)
+        check_same_across_ranks("Trainer.fit()", lines, error=error)
         self._epochs, self._steps = epochs, steps
         self.total_steps, self.has_evaluation = steps, eval_loader is not None
         self._eval_loader, self._evaluate_every = eval_loader, evaluate_every
@@ -218,7 +228,7 @@ class Trainer(TrainerState):
                 f"fit(resume={resume!r}): give resume={_AUTO!r} for the latest checkpoint of the CheckpointHook, if"
                 " there is one, or the path of a checkpoint"
             )
-        if resume == _AUTO and self._checkpoint_path is None:
+        if resume == _AUTO and not self._checkpoint_paths:
             raise ConfigError("resume='auto' continues from the path of a CheckpointHook, and there is none: add one")
 
     def _start_at(self, train_loader: Any, resume: str | PathLike[str] | None) -> None:
@@ -307,10 +317,13 @@ class Trainer(TrainerState):
             loader: Loader made by the Booster, or an iterable of this rank's batches.
 
         Collective: every rank must call it.
+
+        Raises:
+            ConfigError: It is not a loader, or several; on all ranks.
+            DesyncError: The ranks' loaders divide the samples differently.
         """
         if not self.is_fitting:
-            error = error_of(lambda: check_loader(loader, "loader", self.booster.plugin.dp_size))
-            check_same_across_ranks("Trainer.evaluate()", [], error=error)
+            self._check_same_loader("Trainer.evaluate()", loader)
         before = self.batch, self.outputs, self.loss
         try:
             with self._evaluating():
@@ -334,9 +347,12 @@ class Trainer(TrainerState):
             select: Function that takes what is wanted out of the outputs, such as their logits; optional.
 
         Collective: every rank must call it.
+
+        Raises:
+            ConfigError: It is not a loader, or several; on all ranks.
+            DesyncError: The ranks' loaders divide the samples differently.
         """
-        error = error_of(lambda: check_loader(loader, "loader", self.booster.plugin.dp_size))
-        check_same_across_ranks("Trainer.predict()", [], error=error)
+        self._check_same_loader("Trainer.predict()", loader)
         found: list[Any] = []
         with self._evaluating():
             for given in batches_of(loader):
@@ -348,6 +364,15 @@ class Trainer(TrainerState):
                     outputs = result["outputs"] if select is None else select(result["outputs"])
                     found.append(map_tensors(torch.Tensor.cpu, self.booster.gather_for_metrics(outputs)))
         return join_batches(found) if found else None
+
+    def _check_same_loader(self, call: str, loader: Any) -> None:
+        lines: list[str] = []
+
+        def check() -> None:
+            check_loader(loader, "loader", self.booster.plugin.dp_size)
+            lines.extend(fingerprint_of_loader(loader, "loader"))
+
+        check_same_across_ranks(call, lines, error=error_of(check))
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -406,7 +431,7 @@ class Trainer(TrainerState):
         )
 
     def _load(self, resume: str | PathLike[str]) -> None:
-        path: Any = self._checkpoint_path if resume == _AUTO else resume
+        path: Any = latest_of(self._checkpoint_paths) if resume == _AUTO else resume
         objects = (self.model, self.optimizer, self.lr_scheduler, self.train_loader)
         extra = self.booster.load(path, *objects, missing_ok=resume == _AUTO)
         if extra is None and resume == _AUTO:
@@ -432,5 +457,5 @@ class Trainer(TrainerState):
         self._hooks.load_state_dict(extra["hooks"])
 
     @property
-    def _checkpoint_path(self) -> PathLike[str] | None:
-        return next((one.path for one in self.hooks if isinstance(one, CheckpointHook)), None)
+    def _checkpoint_paths(self) -> list[Path]:
+        return [one.path for one in self.hooks if isinstance(one, CheckpointHook)]

@@ -10,6 +10,7 @@ import torch
 from harness import distributed, preload, run_ranks
 from trainer_cases import ACCUMULATE, EPOCHS, PLUGINS, Recorder, make_trainer, train_by_torch, train_with_all_hooks
 
+from booster import DesyncError
 from booster.monitor.loggers import read_run
 from booster.rng_state import preserved_rng
 from booster.trainer import CheckpointHook, EarlyStopHook, EMAHook
@@ -144,6 +145,57 @@ def test_auto_resumes_where_there_is_a_checkpoint(tmp_path):
         assert (last.iteration, last.step, last.epoch) == (12, 4, 2)
         found = state_of(last)
     assert all(torch.equal(found[name], one) for name, one in recorded.items())
+
+
+@distributed(2)
+def test_ranks_agree_on_the_latest_checkpoint_of_two_hooks(tmp_path):
+    def make():
+        hooks = [
+            CheckpointHook(tmp_path / "rare", every_epochs=1, saves_end=False),
+            CheckpointHook(tmp_path / "often", every_steps=1, saves_end=False),
+        ]
+        return make_trainer("ddp", hooks)
+
+    trainer, loader, _ = make()
+    trainer.fit(loader, steps=3)
+    again, loader, _ = make()
+    again.fit(loader, steps=3, resume="auto")
+    assert (again.step, again.iteration) == (trainer.step, trainer.iteration)
+    assert all(torch.equal(state_of(trainer)[name], one) for name, one in state_of(again).items())
+
+
+# What is compared before a batch is read.
+
+DIFFERENT = {
+    "seed": "seed=",
+    "shuffle": "shuffle=",
+    "batch_size": "batch_size=",
+    "drop_last": "drop_last=",
+    "length": "num_samples=",
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+@distributed(2)
+def test_loaders_that_differ_between_ranks(what):
+    trainer, loader, test_loader = make_trainer("ddp", [])
+    rank = trainer.booster.rank
+    settings = {"shuffle": True, "seed": 3, "batch_size": 4, "drop_last": True}
+    changed = {"shuffle": bool(rank), "seed": rank, "batch_size": 4 + rank, "drop_last": bool(rank)}
+    dataset = torch.utils.data.Subset(test_loader.dataset, range(16 + rank * (what == "length")))
+    other = trainer.booster.prepare_dataloader(dataset, **settings | {k: v for k, v in changed.items() if k == what})
+    before = state_of(trainer)
+    for call, name in (
+        (lambda: trainer.fit(other, epochs=1), "train_loader"),
+        (lambda: trainer.fit(loader, epochs=1, eval_loader=other), "eval_loader"),
+        (lambda: trainer.evaluate(other), "loader"),
+        (lambda: trainer.predict(other), "loader"),
+    ):
+        with pytest.raises(DesyncError, match=f"{name}: a dataloader with {DIFFERENT[what]}"):
+            call()
+    assert trainer.iteration == 0
+    assert all(torch.equal(before[key], one) for key, one in state_of(trainer).items())
+    trainer.fit(loader, epochs=1, eval_loader=test_loader)
 
 
 def make_and_fit(kind, **options):

@@ -449,6 +449,52 @@ def test_batches_and_loaders_that_cannot_be_run():
         trainer.fit(loader, epochs=1)
 
 
+@pytest.mark.parametrize("make_several", [lambda one: [one, one], lambda one: (one,), lambda one: {"a": one}])
+def test_several_loaders_in_place_of_one(make_several):
+    trainer, loader = make()
+    before = weights(trainer)
+    with pytest.raises(ConfigError, match=r"eval_loader is a .*call trainer.evaluate\(loader\) for each"):
+        trainer.fit(loader, epochs=1, eval_loader=make_several(loader))
+    assert torch.equal(weights(trainer), before)
+    with pytest.raises(ConfigError, match=r"train_loader is a .*one loader over a torch.utils.data.ConcatDataset"):
+        trainer.fit(make_several(loader), epochs=1)
+    for method in (trainer.evaluate, trainer.predict):
+        with pytest.raises(ConfigError, match=r"loader is a .*and a Trainer reads one loader"):
+            method(make_several(loader))
+
+
+def test_two_checkpoint_hooks_with_one_path(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    for other in ("a", "b/../a", "link"):
+        hooks = [CheckpointHook(tmp_path / "a", every_steps=1), CheckpointHook(tmp_path / other, every_epochs=1)]
+        with pytest.raises(ConfigError, match=r"two CheckpointHooks save into .*give each a path of its own"):
+            make(hooks=hooks)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_auto_resumes_from_the_latest_checkpoint_of_several_hooks(tmp_path, order):
+    def hooks():
+        frequent = CheckpointHook(tmp_path / "a", every_iterations=2, saves_end=False)
+        rare = CheckpointHook(tmp_path / "b", every_epochs=2, saves_end=False)
+        return [frequent, CheckpointHook(tmp_path / "nothing yet", every_epochs=9, saves_end=False), rare][::order]
+
+    def resumed_at():
+        trainer, loader = make(hooks=hooks())
+        trainer.fit(loader, steps=1, resume="auto")
+        return trainer.step
+
+    assert resumed_at() == 1  # there is none: the first step
+    trainer, loader = make(hooks=hooks())
+    trainer.fit(loader, steps=5)  # 3 in an epoch
+    assert resumed_at() == 4
+    trainer.fit(loader, epochs=3)  # the frequent one after 8 batches
+    assert resumed_at() == 8
+    remove = tmp_path / "a" / "step-00000008"
+    remove.rename(tmp_path / "moved")
+    assert resumed_at() == 6
+    assert (tmp_path / "b" / "step-00000006").is_dir()
+
+
 def test_checkpoints_of_other_loops_and_lists(tmp_path):
     trainer, loader = make(hooks=[CheckpointHook(tmp_path / "a")])
     trainer.booster.save(tmp_path / "own", trainer.model, trainer.optimizer, dataloader=loader, extra={"step": 3})

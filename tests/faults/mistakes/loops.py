@@ -20,6 +20,7 @@ _TRAINERS: dict[str, dict[str, Any]] = {
     "hooks=LossHook()": {"hooks": LossHook()},
     "hooks=[LossHook]": {"hooks": [LossHook]},
     "hooks=[object()]": {"hooks": [object()]},
+    "hooks=[CheckpointHook('c'), CheckpointHook('c')]": {"hooks": [CheckpointHook("c"), CheckpointHook("c")]},
     "gradient_handlers=['Unknown']": {"gradient_handlers": ["Unknown"]},
 }
 _FITS: dict[str, dict[str, Any]] = {
@@ -28,6 +29,7 @@ _FITS: dict[str, dict[str, Any]] = {
     "(epochs=1, steps=1)": {"epochs": 1, "steps": 1},
     "(epochs=1, evaluate_every=2)": {"epochs": 1, "evaluate_every": 2},
     "(epochs=1, eval_loader=3)": {"epochs": 1, "eval_loader": 3},
+    "(epochs=1, eval_loader={})": {"epochs": 1, "eval_loader": {}},
     "(epochs=1, resume='auto')": {"epochs": 1, "resume": "auto"},
 }
 _HOOKS: dict[str, Callable[[], Any]] = {
