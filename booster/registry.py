@@ -6,6 +6,7 @@ import difflib
 import inspect
 import re
 from collections import Counter
+from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -42,6 +43,20 @@ def plugin_from_name(name: str, **arguments: Any) -> Plugin:
     Raises:
         ConfigError: The name is unknown, the registered object is not a Plugin, or it has no such arguments.
     """
+    check_plugin_arguments(name, arguments)
+    return plugin_class(name)(**arguments)
+
+
+def check_plugin_arguments(name: str, arguments: Mapping[str, Any]) -> None:
+    """Check the names of arguments, before a plugin is made.
+
+    Args:
+        name: Name of the plugin.
+        arguments: Arguments of its constructor.
+
+    Raises:
+        ConfigError: The name is unknown, the registered object is not a Plugin, or it has no such arguments.
+    """
     cls = plugin_class(name)
     try:
         inspect.signature(cls).bind(**arguments)
@@ -50,7 +65,6 @@ def plugin_from_name(name: str, **arguments: Any) -> Plugin:
             f"{cls.__name__} does not accept {', '.join(arguments)}: {error}; use those that it has:"
             f" {', '.join(inspect.signature(cls).parameters)}"
         ) from error
-    return cls(**arguments)
 
 
 def plugin_with_precision(name: str, precision: Any, /, **arguments: Any) -> Plugin:

@@ -16,7 +16,7 @@ from booster.core.activation_schedule import ActivationSchedule
 from booster.errors import BoosterError, ConfigError
 from booster.interface import Plugin
 from booster.mixed_precision import mixed_precision_from_name
-from booster.registry import plugin_class, plugin_names, plugin_with_precision
+from booster.registry import check_plugin_arguments, plugin_class, plugin_names, plugin_with_precision
 from booster.single_device import SingleDevicePlugin
 from booster.validation import size_from_text
 
@@ -104,7 +104,7 @@ def find_candidates(
     own candidates; without a mixed precision there is one in none and one in bf16, where the Booster controls it.
 
     Raises:
-        ConfigError: A plugin is unknown, or has no settings for this number of ranks.
+        ConfigError: A plugin is unknown, lacks one of these settings, or has none for this number of ranks.
     """
     names = _names(plugins, num_ranks)
     if settings and (len(names) > 1 or names == [ONE_DEVICE]):
@@ -112,6 +112,8 @@ def find_candidates(
             f"--settings {' '.join(settings)} are arguments of one plugin, but --plugin {plugins} is"
             f" {'no plugin' if names == [ONE_DEVICE] else f'{len(names)} of them'}: give the name of one plugin"
         )
+    if settings:
+        check_plugin_arguments(names[0], settings)
     if mixed_precision not in (None, "fp32"):
         mixed_precision_from_name(str(mixed_precision))
     found: list[Candidate] = []

@@ -44,6 +44,7 @@ _LINES = [
     "estimate --model llama-7b --nproc 0",
     "estimate --model llama-7b --plugin ddp",
     "estimate --model llama-7b --plugin low_level_zero --settings stage",
+    "estimate --model llama-7b --plugin low_level_zero --settings stages=1",
     "estimate --model llama-7b --plugin low_level_zero,gemini --settings stage=1",
     "estimate --model llama-7b --device-memory 80XB",
     "estimate --model llama-7b --optimizer Adam2",
