@@ -18,6 +18,7 @@ from booster.deprecation import DeprecatedAlias, DeprecatedOverrides
 from booster.errors import BoosterError, ConfigError
 from booster.fault_tolerance.progress import current_thread, end_step, in_phase
 from booster.kernels.checksum import tensor_crc32
+from booster.validation import error_of
 
 from .accumulated_gradients import AccumulatedGradients
 from .accumulation import (
@@ -29,7 +30,7 @@ from .accumulation import (
     multiply,
 )
 from .model_wrapper import ModelWrapper
-from .optimizer_state import OptimizerState
+from .optimizer_state import OptimizerState, TensorSpec
 from .precision import Fp32MasterWeights, LossScaler
 from .shard_aware import FusedUpdate
 
@@ -689,12 +690,47 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a result of `state_dict`."""
+        """Load a result of `state_dict`: of this rank's shards where the plugin shards parameters.
+
+        Raises:
+            ConfigError: The ranks hold shards, and the state is of other ones or of full parameters, as torch's own
+                is; on all ranks, and nothing was changed.
+
+        Collective if ranks hold shards.
+        """
+        if type(self)._any_rank is not OptimizerWrapper._any_rank:  # the plugin shards parameters
+            raise_on_all_ranks(error_of(lambda: self._check_shards_in(state_dict)))
         state_dict = dict(state_dict)
         scaler_state = state_dict.pop("loss_scaler", None)
         self.optim.load_state_dict(state_dict)
         if self.loss_scaler is not None and scaler_state is not None:
             self.loss_scaler.load_state_dict(scaler_state)
+
+    def _check_shards_in(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` unless a state dict has the parameters and shapes of this rank's shards."""
+        groups: Any = state_dict.get("param_groups")
+        if not isinstance(groups, list) or not all("params" in group for group in groups):
+            return  # torch says what it lacks
+        given, own = ([len(group["params"]) for group in one] for one in (groups, self.param_groups))
+        if given != own:
+            raise _other_shards_error(f"param groups with {given} parameters", f"{own} shards of parameters")
+        view = self.checkpoint_state()
+        keys = [key for group in groups for key in group["params"]]
+        for key, parameter in zip(keys, self._optimized_parameters(), strict=True):
+            for name, value in state_dict.get("state", {}).get(key, {}).items():
+                if isinstance(value, torch.Tensor) and value.dim() > 0 and not self._fits(view, parameter, name, value):
+                    raise _other_shards_error(
+                        f"{name!r} of shape {tuple(value.shape)} for parameter {key}",
+                        f"a shard of shape {tuple(parameter.shape)}",
+                    )
+
+    def _fits(self, view: OptimizerState, parameter: nn.Parameter, name: str, value: torch.Tensor) -> bool:
+        """Return whether a state has the shape that it has for this parameter, which may be a shard."""
+        spec = TensorSpec(shape=tuple(value.shape), dtype=value.dtype)
+        if view._own_spec(parameter, name, spec).shape != spec.shape:
+            return False  # of the full parameter
+        is_flat = parameter.dim() == value.dim() == 1 and self.model_parameter(parameter).shape != parameter.shape
+        return not is_flat or value.shape == parameter.shape  # see `ShardAware`: of other states none has one dim
 
     def checkpoint_state(self) -> OptimizerState:
         """Return the view of this optimizer's state that a CheckpointIO reads and fills."""
@@ -817,6 +853,14 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         """Write the optimizer's parameters into the model, on all ranks. Collective."""
         if self.master_weights is not None:
             self.master_weights.copy_to_model()
+
+
+def _other_shards_error(given: str, own: str) -> ConfigError:
+    return ConfigError(
+        f"load_state_dict() was given {given}, and this rank's optimizer has {own}: it takes only what its own"
+        " state_dict() returned on the same rank. Write booster.load_optimizer(optimizer, path); a plain optimizer that"
+        " was built from model.named_parameters() is saved for it by booster.save_optimizer(plain, path)"
+    )
 
 
 def _clear_gradient(parameter: nn.Parameter, set_to_none: bool) -> None:

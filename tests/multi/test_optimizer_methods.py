@@ -11,8 +11,9 @@ from oracles.weight_swapping_optimizers import ReplacingSGD, ScheduleFreeSGD, Si
 from strategies import FP32, HALF, Pair, assert_masters_are_shown, batch
 
 from booster import Booster
+from booster.comm import group_rank
 from booster.errors import BoosterError, ConfigError
-from booster.optim import HybridAdam
+from booster.optim import CAME, Adafactor, HybridAdam
 from booster.plugins import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin
 
 pytestmark = pytest.mark.on_device
@@ -221,3 +222,62 @@ def test_the_model_follows_masters_that_a_step_hook_has_written(strategy, make_o
     pair.booster.backward(pair.losses(0)[0], pair.optimizer)
     pair.optimizer.step()
     assert_masters_are_shown(pair.model)
+
+
+# States by `load_state_dict`.
+
+KEEPING_STATES = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, amsgrad=True),
+    "Adafactor": lambda parameters: Adafactor(parameters, beta1=0.9),
+    "CAME": lambda parameters: CAME(parameters, lr=1e-3),
+    "HybridAdam": lambda parameters: HybridAdam(parameters, lr=0.01),
+}
+SHARDING = [name for name in FP32 if name != "ddp"]
+
+
+@pytest.mark.parametrize("name", KEEPING_STATES)
+@pytest.mark.parametrize("strategy", FP32)
+@distributed(2)
+def test_a_state_dict_loads_where_it_came_from(strategy, name):
+    pair = Pair(FP32[strategy](), KEEPING_STATES[name])
+    pair.train(0, 1)
+    state = copy.deepcopy(pair.optimizer.state_dict())
+    other = Pair(FP32[strategy](), KEEPING_STATES[name])
+    other.optimizer.load_state_dict(state)
+    assert repr(other.optimizer.state_dict()["state"]) == repr(state["state"])
+    pair.optimizer.load_state_dict(state)
+    pair.train(2)
+    pair.assert_equal()
+
+
+@pytest.mark.parametrize("strategy", SHARDING)
+@distributed(2)
+def test_a_state_of_full_parameters_is_no_state_of_shards(strategy, tmp_path):
+    pair = Pair(FP32[strategy](), KEEPING_STATES["AdamW"])
+    pair.train(0)
+    before = copy.deepcopy(pair.optimizer.state_dict())
+    full = pair.plain_optimizer.state_dict()
+    shapes = {id(one): one.shape for group in pair.optimizer.param_groups for one in group["params"]}
+    with pytest.raises(ConfigError, match=r"load_state_dict\(\) was given .*booster.load_optimizer\(optimizer, path\)"):
+        pair.optimizer.load_state_dict(full)
+    assert repr(pair.optimizer.state_dict()) == repr(before)
+    assert shapes == {id(one): one.shape for group in pair.optimizer.param_groups for one in group["params"]}
+    # On all ranks, also if one of them alone is given it.
+    with pytest.raises(ConfigError, match="load_state_dict"):
+        pair.optimizer.load_state_dict(full if group_rank() == 1 else before)
+    # What the message asks for.
+    named = KEEPING_STATES["AdamW"](pair.plain.named_parameters())
+    named.load_state_dict(full)
+    pair.booster.save_optimizer(named, tmp_path / "plain")
+    pair.booster.load_optimizer(pair.optimizer, tmp_path / "plain")
+    pair.train(1)
+    pair.assert_equal()
+
+
+@distributed(2)
+def test_an_optimizer_without_shards_takes_a_state_of_full_parameters():
+    pair = Pair(FP32["ddp"](), KEEPING_STATES["AdamW"])
+    pair.train(0)
+    pair.optimizer.load_state_dict(copy.deepcopy(pair.plain_optimizer.state_dict()))
+    pair.train(1)
+    pair.assert_equal()

@@ -82,6 +82,7 @@ _OF_OTHER_PLUGINS: list[tuple[str, str, Call]] = [
     ("zero", "no_sync() without an optimizer", lambda b, m, o: _without_sync(b, m)),
     ("tensor", "no_sync() without an optimizer", lambda b, m, o: _without_sync(b, m)),
     ("zero", "clip_grad_norm_(max_norm=nan)", lambda b, m, o: b.clip_grad_norm_(o, float("nan"))),
+    ("zero", "optimizer.load_state_dict() of no group", lambda b, m, o: o.load_state_dict({"param_groups": []})),
     ("gemini", "clip_grad_norm_(norm_type=-1)", lambda b, m, o: b.clip_grad_norm_(o, 1.0, -1)),
     ("fsdp", "accumulate(steps=True)", lambda b, m, o: _accumulated(b, m, o, True)),
     ("pipeline", "execute_pipeline() of a list", lambda b, m, o: b.execute_pipeline(batches(), m, _criterion, o)),
