@@ -284,6 +284,20 @@ def check_memory_is_apart(model: nn.Module, trained: list[nn.Parameter]) -> None
             )
 
 
+def check_gradients_add_up(model: nn.Module, dp_size: int) -> None:
+    """Check that the gradients of all ranks' parts of a batch add up to that of the batch.
+
+    Raises:
+        ConfigError: Those of an embedding do not.
+    """
+    for name, module in model.named_modules() if dp_size > 1 else ():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.scale_grad_by_freq:
+            raise ConfigError(
+                f"{name!r} has scale_grad_by_freq=True: its gradient is divided by how often a row is looked up, which"
+                f" each of the {dp_size} ranks counts in its own part of the batch. Leave scale_grad_by_freq out"
+            )
+
+
 def check_weights_stay_equal(model: nn.Module, dp_size: int) -> None:
     """Check that no module's forward writes to weights that several ranks hold.
 

@@ -18,7 +18,7 @@ from booster.core.plain_torch import refuse_plain_training
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.lazy_init import check_materialized
-from booster.plugins.base import WrappedPair, check_memory_is_apart, refuse_quantized_weights
+from booster.plugins.base import WrappedPair, check_gradients_add_up, check_memory_is_apart, refuse_quantized_weights
 from booster.plugins.sharding.elementwise import require_elementwise
 from booster.plugins.sharding.plugin import ReplicatedPlugin
 from booster.plugins.sync_batch_norm import convert_batch_norm
@@ -186,6 +186,7 @@ class GeminiPlugin(ReplicatedPlugin):
         if optimizer is not None:
             require_elementwise(optimizer)
         check_materialized(model)
+        check_gradients_add_up(model, self.dp_size)
         refuse_quantized_weights(model, "GeminiPlugin", "moves weights that it repacks")
         check_memory_is_apart(model, list(model.parameters()))
         scripted = [name for name, one in model.named_modules() if isinstance(one, torch.jit.ScriptModule)]

@@ -19,7 +19,13 @@ from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.interface.plugin import StageManager
 from booster.logger import log_rank_zero
 from booster.moe.balance import balance_globally
-from booster.plugins.base import WrappedPair, check_memory_is_apart, check_weights_stay_equal, refuse_quantized_weights
+from booster.plugins.base import (
+    WrappedPair,
+    check_gradients_add_up,
+    check_memory_is_apart,
+    check_weights_stay_equal,
+    refuse_quantized_weights,
+)
 from booster.plugins.low_level_zero.optimizer import ZeroOptimizer
 from booster.plugins.sharding.config import ShardGroups
 from booster.plugins.sharding.elementwise import require_elementwise
@@ -352,6 +358,7 @@ class HybridParallelPlugin(ShardedPlugin):
             if size > 1:
                 refuse_quantized_weights(model, f"{name}={size}", "can't divide their packed blocks among ranks")
         check_weights_stay_equal(model, self.dp_size)
+        check_gradients_add_up(model, self.dp_size)
         plan = self._partitioner.check(model)
         if optimizer is not None:
             require_elementwise(optimizer)

@@ -14,7 +14,7 @@ from booster.core.plain_torch import refuse_plain_training
 from booster.errors import ConfigError
 from booster.lazy_init import check_materialized, move_to_device
 from booster.logger import log_rank_zero
-from booster.plugins.base import WrappedPair, check_memory_is_apart, check_weights_stay_equal
+from booster.plugins.base import WrappedPair, check_gradients_add_up, check_memory_is_apart, check_weights_stay_equal
 from booster.plugins.sharding.config import ShardGroups, ZeroConfig
 from booster.plugins.sharding.elementwise import require_elementwise
 from booster.plugins.sharding.plugin import ReplicatedPlugin
@@ -120,6 +120,7 @@ class LowLevelZeroPlugin(ReplicatedPlugin):
     def check(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         check_materialized(model)
         check_weights_stay_equal(model, self.dp_size)
+        check_gradients_add_up(model, self.dp_size)
         if optimizer is None:
             return
         require_elementwise(optimizer)

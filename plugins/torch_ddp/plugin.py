@@ -24,7 +24,13 @@ from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.lazy_init import check_materialized, move_to_device
 from booster.mixed_precision import mixed_precision_names
-from booster.plugins.base import DistributedPlugin, WrappedPair, arguments_of, check_weights_stay_equal
+from booster.plugins.base import (
+    DistributedPlugin,
+    WrappedPair,
+    arguments_of,
+    check_gradients_add_up,
+    check_weights_stay_equal,
+)
 from booster.plugins.sync_batch_norm import convert_batch_norm
 from booster.pytree import map_tensors
 
@@ -102,6 +108,7 @@ class TorchDDPPlugin(DistributedPlugin):
     def check(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         check_materialized(model)
         check_weights_stay_equal(model, self.dp_size)
+        check_gradients_add_up(model, self.dp_size)
 
     def place(self, model: nn.Module, optimizer: Optimizer | None, checked: None = None) -> None:
         move_to_device(model, optimizer, self._device)

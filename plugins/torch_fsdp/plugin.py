@@ -20,7 +20,13 @@ from booster.core.plain_torch import refuse_plain_gradient, refuse_plain_trainin
 from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.logger import log_rank_zero
 from booster.mixed_precision import mixed_precision_names
-from booster.plugins.base import DistributedPlugin, WrappedPair, arguments_of, check_memory_is_apart
+from booster.plugins.base import (
+    DistributedPlugin,
+    WrappedPair,
+    arguments_of,
+    check_gradients_add_up,
+    check_memory_is_apart,
+)
 from booster.plugins.sharding.config import ShardGroups, new_loss_scaler
 from booster.plugins.sharding.deferred_init import Materializer
 from booster.plugins.sharding.plugin import dtype_of_sums, local_accumulation
@@ -167,6 +173,7 @@ class TorchFSDPPlugin(DistributedPlugin):
 
     def check(self, model: nn.Module, optimizer: Optimizer | None) -> OptimizerKind:
         self._builder().check(model)
+        check_gradients_add_up(model, self.dp_size)
         check_memory_is_apart(model, list(model.parameters()))
         self._materializer(model).check()
         return OptimizerKind.ELEMENTWISE if optimizer is None else kind_of(optimizer)

@@ -359,6 +359,14 @@ def test_an_embedding_that_scales_its_rows_would_differ_between_ranks(strategy):
         booster.boost(model, sgd(model.parameters()))
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "gemini", "fsdp", "hybrid_zero"])
+@distributed(2)
+def test_an_embedding_that_counts_its_rows_would_count_those_of_a_rank(strategy):
+    booster, model = FP32[strategy](), torch.nn.Sequential(torch.nn.Embedding(4, 3, scale_grad_by_freq=True))
+    with pytest.raises(ConfigError, match=r"'0' has scale_grad_by_freq=True.*each of the 2 ranks counts"):
+        booster.boost(model, sgd(model.parameters()))
+
+
 @pytest.mark.parametrize("inputs", ["a list", "a generator", "one", "a dictionary"])
 @distributed(2)
 def test_autograd_grad_of_weights_that_fsdp_shards_is_an_error(inputs):
