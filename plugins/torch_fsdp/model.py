@@ -84,7 +84,7 @@ class FSDPModel(DistributedModel):
         for one in module.modules():
             if isinstance(one, FSDPModule):
                 vars(one)[DEEPCOPY] = functools.partial(_refuse_copy, original_class(one))
-        _hook_autograd()
+        _hook_autograd_grad()
         _models.add(self)
 
     def describe_groups(self) -> str:
@@ -433,27 +433,22 @@ def _refuse_copy(module_class: type[nn.Module], memo: dict[int, Any]) -> nn.Modu
 
 
 @functools.cache
-def _hook_autograd() -> None:
-    """Let autograd refuse weights of models as inputs: it finds no gradient of a shard, and local ones of others."""
-    grad, backward = torch.autograd.grad, torch.autograd.backward
+def _hook_autograd_grad() -> None:
+    """Let `torch.autograd.grad` refuse weights of models: it finds no gradient of a shard, and local ones of others."""
+    grad = torch.autograd.grad
 
     @functools.wraps(grad)
-    def checked_grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def checked(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(inputs, (torch.Tensor, GradientEdge, Mapping)):
             inputs = tuple(inputs)  # it may be a generator
-        _check_inputs("torch.autograd.grad()", inputs)
+        refuse_weights("torch.autograd.grad()", inputs)
         return grad(outputs, inputs, *args, **kwargs)
 
-    @functools.wraps(backward)
-    def checked_backward(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("inputs") is not None:
-            _check_inputs("backward(inputs=...)", kwargs["inputs"])
-        return backward(*args, **kwargs)
-
-    torch.autograd.grad, torch.autograd.backward = checked_grad, checked_backward
+    torch.autograd.grad = checked
 
 
-def _check_inputs(call: str, inputs: Any) -> None:
+def refuse_weights(call: str, inputs: Any) -> None:
+    """Raise `ConfigError` if a model's sharded weights are among the tensors whose gradients a call computes."""
     if torch.compiler.is_compiling():
         return
     members = inputs.values() if isinstance(inputs, Mapping) else tree_leaves(inputs)

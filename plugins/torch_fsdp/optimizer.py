@@ -21,7 +21,7 @@ from booster.plugins.sharding.optimizer import ShardedOptimizer, replaced_memory
 
 from .config import FSDPConfig, OptimizerKind
 from .fsdp2_internals import ShardedParam
-from .model import FSDPModel
+from .model import FSDPModel, refuse_weights
 from .param_group import ParamGroup
 from .shard_update import Param, ParamUpdate, RedistributedParams, ReplicatedParam
 
@@ -198,6 +198,18 @@ class FSDPOptimizer(ShardedOptimizer):
         update.refresh_master()
 
     # Backward.
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        inputs: Sequence[torch.Tensor] | None = None,
+        retain_graph: bool = False,
+        *,
+        num_items: float | None = None,
+    ) -> None:
+        if inputs is not None:
+            refuse_weights("backward(inputs=...)", inputs)
+        super().backward(loss, inputs, retain_graph, num_items=num_items)
 
     def _backward_context(self) -> AbstractContextManager[None]:
         return self.model.collecting(synchronizes=self._synchronizes)
