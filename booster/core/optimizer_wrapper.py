@@ -66,7 +66,7 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         data_parallel_group: Group over which the plugin averages gradients; optional, defaults to the world.
     """
 
-    _is_stepping = False
+    _is_stepping = _runs_closure = False
     _num_own_step_hooks = 0
 
     def __init__(
@@ -159,6 +159,11 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
             self._unscale_in_place()
 
     def _begin_accumulation(self, num_items: float | None) -> None:
+        if num_items is not None and self._runs_closure:
+            raise ConfigError(
+                f"backward() got num_items={num_items} inside of step(closure), where gradients are used at once, and"
+                " the loss that the closure returns would be a sum of another scale: write a mean without num_items"
+            )
         if self._accumulation.is_unscaled and not self._has_gradients():
             self._accumulation = AccumulationState()  # the user cleared the gradients by model.zero_grad() or directly
         self._accumulation.count_backward(num_items)
@@ -324,7 +329,7 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         Collective: every rank must call it.
 
         Raises:
-            ConfigError: A closure was given with loss scaling or master weights.
+            ConfigError: A closure was given with loss scaling or master weights, or calls backward() with num_items.
         """
         self.model.require_usable()
         if self._counts_next_backward and self._accumulation.num_backwards == 0:
@@ -360,7 +365,11 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
                 f"{type(self.optim).__name__}.step(closure) computes gradients inside of the step, where they cannot be"
                 " unscaled: use fp32 or mixed_precision='bf16' with an optimizer that needs a closure"
             )
-        result = self.optim.step(closure)
+        self._runs_closure = True
+        try:
+            result = self.optim.step(closure)
+        finally:
+            self._runs_closure = False
         self._end_step()
         return result
 

@@ -164,11 +164,11 @@ class DDPModel(ModelWrapper):
         if self._compute_device_type != "cpu":
             device = next(self.module.parameters()).device
             args, kwargs = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))
-        writes = None if self.reducer is None else self.reducer.writes
-        versions = None if writes is None else writes.begin(self.module)
+        reducer = None if torch.compiler.is_compiling() else self.reducer
+        versions = None if reducer is None else reducer.writes.begin(self.module)
         outputs = super().forward(*args, **kwargs)
-        if writes is not None and versions is not None:
-            writes.end(self.module, versions)
+        if reducer is not None and versions is not None:
+            reducer.writes.end(self.module, versions)
         return outputs
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:

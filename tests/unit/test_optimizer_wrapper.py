@@ -372,6 +372,8 @@ def test_a_closure_works_in_fp32_and_is_refused_with_a_scaler():
 
     first = optimizer.step(closure).item()
     assert loss_of(model, *data()).item() < first
+    with refused("num_items=6 inside of step.closure.*write a mean"):
+        optimizer.step(lambda: optimizer.backward(loss_of(model, *data(), "sum"), num_items=6))
     optimizer.loss_scaler = ConstantLossScaler(2.0)
     with pytest.raises(ConfigError, match="closure"):
         optimizer.step(closure)
