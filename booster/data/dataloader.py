@@ -380,7 +380,8 @@ class DistributedDataLoader(DataLoader[T_co]):
 
         Args:
             state: Result of `state_dict` of a loader over the same dataset. The number of ranks and the batch size may
-                differ unless a `distributed_sampler_cls` is used. The seed is taken from the state.
+                differ unless a `distributed_sampler_cls` is used. The seed is taken from the state; another one of the
+                loader is logged.
 
         Raises:
             ConfigError: The state is invalid, or the dataset's length or the kind of order differs.
@@ -388,7 +389,8 @@ class DistributedDataLoader(DataLoader[T_co]):
         Collective: no, but all ranks must load the same state.
         """
         sampler = self.epoch_sampler
-        expected = {*sampler.settings(), "epoch", sampler.position_key}
+        settings = sampler.settings()
+        expected = {*settings, "epoch", sampler.position_key}
         _check_state(state, expected, has_generator=self._user_generator is not None)
         position = state[sampler.position_key]
         generator_bytes = base64.b64decode(state.get("generator", ""))
@@ -403,6 +405,12 @@ class DistributedDataLoader(DataLoader[T_co]):
         self._cursor = self._next = cursor
         if self._next.position:
             log_uneven_end(sampler, self._next.position)
+        if settings["seed"] != state["seed"]:
+            log_rank_zero(
+                f"the data continues with seed={state['seed']} of the checkpoint, and this loader was made with"
+                f" seed={settings['seed']}: for the orders and random samples of that one, don't load its position",
+                "booster.data",
+            )
         before, now = state.get("global_batch_size"), getattr(sampler, "global_batch_size", None)
         if None not in (before, now) and before != now:
             log_rank_zero(

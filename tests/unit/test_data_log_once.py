@@ -110,3 +110,19 @@ def test_a_resume_with_another_batch_of_all_ranks_says_so(said):
     assert len(said) == 1
     assert "12 samples in a batch of all ranks, and the checkpoint had 8" in said[0][0]
     assert said[0][1] == [0]
+
+
+def test_a_resume_with_the_seed_of_the_checkpoint_says_so(said):
+    def make(seed, **options):
+        return prepare_dataloader(range(24), 4, dp_rank=0, dp_size=2, seed=seed, **options)
+
+    for options in ({"shuffle": True}, {"shuffle": False}):
+        state = make(3, **options).state_dict()
+        make(3, **options).load_state_dict(state)
+        assert said == []
+        loader = make(7, **options)
+        loader.load_state_dict(state)
+        assert loader.state_dict()["seed"] == 3
+        assert [ranks for _, ranks in said] == [[0]]
+        assert "continues with seed=3 of the checkpoint, and this loader was made with seed=7" in said[0][0]
+        said.clear()
