@@ -279,7 +279,7 @@ SCHEDULERS = {
     "restarts": (lambda o, n: lr_scheduler.CosineAnnealingWarmRestarts(o, 1, n), "with T_mult=2,"),
     "cycles": (lambda o, n: lr_scheduler.CyclicLR(o, 0.1, n), r"with max_lrs=\[2\]"),
     "one cycle": (lambda o, n: lr_scheduler.OneCycleLR(o, 1.0, 10, pct_start=n / 10), "with schedule_phases="),
-    "plateau": (lambda o, n: lr_scheduler.ReduceLROnPlateau(o, patience=n), "patience=2, .*the optimizer alone$"),
+    "plateau": (lambda o, n: lr_scheduler.ReduceLROnPlateau(o, cooldown=n), "cooldown=2, .*the optimizer alone$"),
     "sequence": (
         lambda o, n: lr_scheduler.SequentialLR(o, [lr_scheduler.LinearLR(o), lr_scheduler.StepLR(o, n)], [2]),
         "of a StepLR with step_size=2",
@@ -325,7 +325,7 @@ def test_a_scheduler_of_torch_keeps_its_settings(tmp_path, name):
 def test_a_group_that_came_later_is_no_other_setting(tmp_path):
     def build():
         optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-        scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, "min", 0.1, 0)
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
         return scheduler
 
