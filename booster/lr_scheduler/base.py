@@ -405,7 +405,7 @@ def _check_equal_settings(
     saved, given = (
         ", ".join(f"{name}={_format_setting(pair[index])}" for name, pair in changed.items()) for index in (0, 1)
     )
-    steps = state.get("last_epoch") if "last_epoch" in inspect.signature(scheduler.__init__).parameters else None
+    steps = state.get("last_epoch") if "last_epoch" in inspect.signature(type(scheduler)).parameters else None
     start = f" and build this one with last_epoch={steps - 1}" if isinstance(steps, int) else ""
     raise ConfigError(
         f"the state is of a {type(scheduler).__name__} with {saved}, but this one has {given}: build it with {saved}"
