@@ -186,9 +186,10 @@ def convert_batch_norm(model: nn.Module, device: torch.device, group: dist.Proce
         is_new, cls = _GROUP not in vars(module), type(module)
         vars(module)[_GROUP] = _GroupReference(group)
         if is_new and has_sync_batch_norm(device) and cls.forward is _BatchNorm.forward:
-            module.__class__ = subclass_of(cls, "torch's synchronized", _members_of_torchs, mixin=nn.SyncBatchNorm)
-        elif is_new:
-            module.__class__ = subclass_of(cls, "synchronized", _synchronized_members)
+            subclass = subclass_of(cls, "torch's synchronized", _members_of_torchs, mixin=nn.SyncBatchNorm)
+        else:
+            subclass = subclass_of(cls, "synchronized", _synchronized_members) if is_new else cls
+        module.__class__ = subclass  # type: ignore[assignment]
 
 
 @not_compiled

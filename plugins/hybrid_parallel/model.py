@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,8 +29,8 @@ from booster.core.compiling import calls_compiled, not_compiled
 from booster.core.plain_torch import refuse_transforms
 from booster.core.shard_spec import is_sharded, set_shard_spec, shard_spec_of
 from booster.device import current_device
-from booster.errors import CheckpointError, ConfigError
-from booster.interface import ModelWrapper
+from booster.errors import CheckpointError, ConfigError, format_list
+from booster.interface import ModelWrapper, Shard
 from booster.kernels.checksum import tensor_crc32
 from booster.plugins.low_level_zero.model import ZeroModel
 from booster.pytree import iter_tensors, map_tensors
@@ -50,6 +50,7 @@ from .tp_plan.attention_heads import NUM_QUERY_NAMES
 # Outputs of transformers' models with the attention weights of each layer.
 _ATTENTIONS = ("attentions", "encoder_attentions", "decoder_attentions", "cross_attentions")
 
+_GRADIENT_TOLERANCE = 1e-2  # relative, of sums of squares
 _COMPARED_BATCHES = 3  # number of first training forwards and backwards whose batches and losses ranks compare
 _SAME_BATCH = (
     "Ranks that share layers or sequences compute each batch together: call the model on all of them, with batches that"
@@ -109,8 +110,12 @@ class HybridModel(ZeroModel):
         self._parameter_names = frozenset(parameters)
         self._sharded_names = _sharded_names(module)
         self._experts = frozenset(name for name, one in parameters.items() if shard_spec_of(one).is_expert)
+        self._replicated_names = sorted(
+            name for name, one in parameters.items() if shard_spec_of(one).is_unsharded and name not in self._experts
+        )
         self._is_expert_primary = mesh.rank("edp", "sp", *mesh.extra_axes) == 0
         self._ep_group = ep_group
+        self._tp_group = tp_group
         self._parallel_groups = [group for group in (tp_group, sp_group) if group is not None]
         self._replica_group = mesh.control_group("pp", "sp", "tp")  # of the ranks that get the same batch
         has_extra_axes = mesh.size(*mesh.extra_axes) > 1
@@ -125,7 +130,7 @@ class HybridModel(ZeroModel):
         self._stage = mesh.rank("pp")
         self.last_pipeline_run = None
         self.run_batch = None
-        self._num_compared = self._num_losses = 0
+        self._num_compared = self._num_losses = self._num_gradients = 0
         self._mark_rng_out_of_sync()
         self.register_load_hook(self._mark_rng_out_of_sync)
 
@@ -305,19 +310,16 @@ class HybridModel(ZeroModel):
 
     @not_compiled
     def _check_loss(self, loss: torch.Tensor) -> None:
-        """Check that ranks with the same batch have the same loss, in the first backwards only.
+        """Check that ranks with the same batch have the same loss, in the first backwards, and later in ever fewer.
 
         Ranks compute everything outside of sharded layers redundantly. Losses differ if one depends on a rank's shard
         only, such as its tokens. Gradients would then be wrong without any other symptom. Collective over these ranks.
         """
-        if (
-            not self._parallel_groups
-            or self._stage_model is not None
-            or self._num_losses >= _COMPARED_BATCHES
-            or is_fake_world()
-        ):
+        if not self._parallel_groups or self._stage_model is not None or is_fake_world():
             return
         self._num_losses += 1
+        if not _is_compared(self._num_losses):
+            return
         value = float(host_value(loss.detach()))
         extremes = [value, -value, 0.0] if math.isfinite(value) else [0.0, 0.0, 1.0]  # not finite: fp16 overflow
         packed = torch.tensor(extremes, dtype=torch.float64, device=collective_device(self._replica_group))
@@ -331,6 +333,48 @@ class HybridModel(ZeroModel):
             " so a loss was computed from sharded tokens or features inside the model: compute it from the model's"
             " outputs (where transformers' router_logits and hidden_states are unsharded), or do not shard such layers"
         )
+
+    def compares_gradients(self) -> bool:
+        if self._tp_group is None or self._tp_group.size == 1 or is_fake_world():
+            return False
+        self._num_gradients += 1
+        return _is_compared(self._num_gradients)
+
+    @torch.no_grad()
+    def compare_gradients(self, shards: Sequence[Shard]) -> None:
+        """Check that tensor-parallel ranks have equal gradients of the parameters that each has whole.
+
+        They differ if a parameter is used on a rank's own tokens or features where that is not known, as by the model's
+        own forward between layers with a sharded sequence. Its copies would then differ without any other symptom.
+        Collective over the ranks that share a stage's layers, and over their data-parallel ranks.
+
+        Raises:
+            ConfigError: They differ; on all ranks.
+        """
+        assert self._tp_group is not None
+        names = self._replicated_names
+        index = {name: place for place, name in enumerate(names)}
+        squares = torch.zeros(len(names), dtype=torch.float64)
+        for shard in shards:
+            if shard.name in index and shard.parameter.grad is not None:
+                squares[index[shard.name]] += float(shard.parameter.grad.double().square().sum())
+        if not names:
+            return
+        device = collective_device(self._group)
+        totals = all_reduce_sum(squares.to(device), self._group)
+        largest, negated = all_reduce_max(torch.cat([totals, -totals]), self._tp_group.group).cpu().chunk(2)
+        differing = [
+            name
+            for name, one, other in zip(names, largest.tolist(), negated.tolist(), strict=True)
+            if one + other > _GRADIENT_TOLERANCE * one
+        ]
+        if differing:
+            raise ConfigError(
+                f"ranks with the same layers have other gradients of {format_list(map(repr, differing), 3)}: they are"
+                " used on a rank's own tokens or features where that is not known, such as by the model's forward"
+                " between its layers: use it within a layer or outside of the layers, or"
+                " sequence_parallelism_mode='all_to_all' or 'ring_attn'"
+            )
 
     def _require_equal_along_extra_axes(self, group: dist.ProcessGroup) -> None:
         tensors = [one for _, one in sorted(self.module.state_dict().items()) if torch.is_tensor(one)]
@@ -429,6 +473,11 @@ def _gather_attention_weights(module: nn.Module, tp_group: TensorParallelGroup) 
                     outputs[key] = map_tensors(all_heads, outputs[key])  # type: ignore[index]
 
     module.register_forward_hook(gather)
+
+
+def _is_compared(number: int) -> bool:
+    """Whether ranks compare what they have computed in the step or backward of this number, from 1."""
+    return number <= _COMPARED_BATCHES or number & (number - 1) == 0
 
 
 def _sharded_names(module: nn.Module) -> frozenset[str]:

@@ -32,7 +32,7 @@ from .pipeline_parallel.stage_partition.partition import choose_stage_plan, expl
 from .pipeline_parallel.stage_partition.stage_plan import StagePartition
 from .sequence_parallel.attention_dispatch import use_sequence_attention
 from .sequence_parallel.group import SequenceParallelGroup
-from .sequence_parallel.layer_stack import check_only_attention_mixes_tokens
+from .sequence_parallel.layer_stack import check_last_layers, check_only_attention_mixes_tokens
 from .sequence_parallel.splitters import SequenceAxisSplitter
 from .sequence_parallel.token_parallel_logits import share_head
 from .tensor_parallel.deferred_wgrad import DeferredWeightGrads
@@ -399,6 +399,8 @@ class ModelPartitioner:
                 f"sequence_parallelism_mode={self._arguments.sequence_mode!r} shards sequences within stacks of layers,"
                 f" but {type(model).__name__} has none: leave it out, or {STACK_ADVICE}"
             )
+        if self._arguments.sequence_mode is not None:
+            check_last_layers(model, plan.stacks)
         if self.sp_group is not None:
             check_only_attention_mixes_tokens(model, plan.stacks)
             with real_tensors():  # layers are tried out on values

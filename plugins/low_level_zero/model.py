@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from booster.comm import AllGather, start_all_gather
 from booster.core.compiling import is_compiled_layer, not_compiled
+from booster.interface import Shard
 from booster.plugins.base import DistributedModel, ForwardWrites, refuse_conversion
 
 from .grad_bucket import GradientBucket
@@ -111,6 +112,17 @@ class ZeroModel(DistributedModel):
     def connect(self, all_gather: ParamAllGather) -> None:
         """Set the all-gather of the weights after a step."""
         self._all_gather = all_gather
+
+    def compares_gradients(self) -> bool:
+        """Return whether `compare_gradients` is to be called before this step; equal on all ranks."""
+        return False
+
+    def compare_gradients(self, shards: Sequence[Shard]) -> None:
+        """Compare gradients of ranks that share layers. Collective; does nothing by default.
+
+        Args:
+            shards: This rank's shards, with the reduced gradients of a step.
+        """
 
     def wait_for_weights(self) -> None:
         """Wait for all weights of the last step."""

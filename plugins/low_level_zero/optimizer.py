@@ -246,6 +246,9 @@ class ZeroOptimizer(ShardedOptimizer):
                     parameter.grad = torch.zeros_like(parameter, requires_grad=False)
                 else:
                     parameter.grad = sums[owned.range.range_in_shard].to(parameter.dtype)
+        if self.model.compares_gradients():
+            self._wait_for_gradients()
+            self.model.compare_gradients(self.shards.parts)
         return 1.0 / group_size(self.data_parallel_group)
 
     def _start_copies_to_host(self) -> None:

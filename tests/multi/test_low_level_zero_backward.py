@@ -287,7 +287,6 @@ def test_a_step_without_backward_changes_nothing(stage):
     twins.train(range(3, 5)).assert_equal()
 
 
-@STAGES
 def _traced():
     torch.manual_seed(0)
     layer = torch.jit.trace(nn.Linear(6, 8), torch.ones(2, 6))
@@ -315,6 +314,7 @@ def test_weights_in_flight_are_waited_for_where_operators_are_not_seen(kind):
         torch.testing.assert_close(found, expected)
 
 
+@STAGES
 @pytest.mark.parametrize("overlap_allgather", [True, False])
 @distributed(world_size=2)
 def test_two_steps_with_the_same_gradients(stage, overlap_allgather):

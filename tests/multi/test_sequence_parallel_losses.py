@@ -242,6 +242,41 @@ def test_a_loss_of_one_ranks_tokens_is_refused_on_all_ranks(mode):
     assert float(booster.clip_grad_norm_(optimizer, 1.0)) == pytest.approx(float(norm), rel=1e-4)
 
 
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Gated(nn.Module):
+    """Reads parameters between its layers, as nanoGPT's residual lambdas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Mlp() for _ in range(2))
+        self.gates = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            x = layer(x) * self.gates[index]
+        return x
+
+
+@distributed(world_size=2)
+def test_parameters_that_are_read_between_layers_are_refused_where_their_gradients_are_of_a_ranks_tokens():
+    torch.manual_seed(0)
+    booster, model, optimizer = boosted(Gated(), LAYOUTS["split_gather 2"][1])
+    x = torch.randn(2, 9, 16, generator=torch.Generator().manual_seed(1)).to(booster.device)
+    booster.backward(model(x).square().mean(), optimizer)
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    with pytest.raises(ConfigError, match=r"other gradients of 'gates': they are used on a rank's own tokens"):
+        optimizer.step()
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+
+
 @distributed(world_size=2)
 def test_transformers_attention_by_hand_is_refused_by_boost():
     model = build("mvp")

@@ -502,7 +502,7 @@ def test_the_optimizer_from_before_boost_refuses_to_step():
     booster = Booster(plugin=TorchFSDPPlugin())
     model, optimizer, *_ = booster.boost(model, raw)
     booster.backward(model(torch.ones(2, 3, device=current_device())).sum(), optimizer)
-    with pytest.raises(ConfigError, match="the optimizer that boost"):
+    with pytest.raises(ConfigError, match="on the optimizer that it returned"):
         raw.step()
     optimizer.step()
 

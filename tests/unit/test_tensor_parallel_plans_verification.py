@@ -229,3 +229,111 @@ def test_patterns_are_checked_without_tensor_parallelism() -> None:
 
 def test_the_styles_are_in_the_help() -> None:
     assert all(f'"{name}"' in str(Style.__doc__) for name in STYLES)
+
+
+# Linear layers with a forward of their own, behind a column-parallel one.
+
+
+class Halved(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * 0.5
+
+
+class Standardized(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        weight = self.weight - self.weight.mean(dim=1, keepdim=True)
+        return F.linear(input, weight / weight.std(dim=1, keepdim=True), self.bias)
+
+
+class Scaled(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return F.linear(input, self.weight * 4 / self.in_features**0.5, self.bias)
+
+
+class Adapted(nn.Linear):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.a, self.b = nn.Parameter(torch.randn(2, inputs)), nn.Parameter(torch.randn(outputs, 2))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) + input @ self.a.t() @ self.b.t()
+
+
+class Doubled(nn.Linear):
+    """The same in shards."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return F.linear(2 * input, self.weight, self.bias)
+
+
+class TrainedOtherwise(Pair):
+    """Mixes the features of all ranks in training only."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x)
+        return self.down(hidden - hidden.mean(dim=-1, keepdim=True) if self.training else hidden)
+
+
+def _with_row(kind: type[nn.Linear]) -> nn.Module:
+    pair = Pair()
+    pair.down = kind(32, 32)
+    return pair
+
+
+@pytest.mark.parametrize("kind", [Halved, Standardized, Scaled, Adapted])
+def test_rows_with_a_forward_of_their_own_are_left_whole_or_refused(kind):
+    model = nn.ModuleList([_with_row(kind), Pair()])
+    plan = choose_plan(model, tp_size=2)
+    assert {entry.name for entry in plan.entries} == {"1.up", "1.down"}
+    if kind is not Adapted:
+        with pytest.raises(ConfigError, match=r"'down' \(rowwise\) has a forward of its own, of which shards do not"):
+            choose_plan(model, tp_size=2, plan=PAIR)
+
+
+def test_rows_with_a_forward_of_their_own_that_adds_up_are_sharded():
+    plan = choose_plan(nn.ModuleList([_with_row(Doubled)]), tp_size=2)
+    assert {entry.name for entry in plan.entries} == {"0.up", "0.down"}
+
+
+def test_what_is_computed_in_training_only_is_verified():
+    plan = choose_plan(nn.ModuleList([TrainedOtherwise(), Pair()]), tp_size=2)
+    assert {entry.name for entry in plan.entries} == {"1.up", "1.down"}
+
+
+class Activated(Pair):
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.act = act
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.act(self.up(x)))
+
+
+class SharesItsActivation(nn.Module):
+    """The activation of the layers is also that of the inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.PReLU()
+        self.layers = nn.ModuleList(Activated(self.act) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.act(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_parameter_of_sharded_features_that_is_used_on_all_of_them_is_an_error():
+    with pytest.raises(ConfigError, match=r"'layers.0.act.weight'.*is also 'act.weight', which is used on all"):
+        choose_plan(SharesItsActivation(), tp_size=2)
+    shared = nn.PReLU()
+    choose_plan(nn.ModuleList(Activated(shared) for _ in range(2)), tp_size=2)
+
+
+def test_a_plan_changes_no_state_of_the_model():
+    model = nn.ModuleList(Pair() for _ in range(2))
+    nn.utils.parametrizations.spectral_norm(model[0].up)
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    choose_plan(model, tp_size=2)
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())

@@ -118,6 +118,18 @@ def test_layers_that_mix_tokens_in_attention_alone_pass(layer):
     check_attention_alone_mixes_tokens(*stacked(layer))
 
 
+class MixesInTraining(Layer):
+    """A layer that mixes tokens in training only."""
+
+    def forward(self, x):
+        return super().forward(x + x.mean(1, keepdim=True) if self.training else x)
+
+
+def test_layers_that_mix_tokens_in_training_are_refused():
+    with pytest.raises(ConfigError, match=r"outside of attention|from other tokens"):
+        check_attention_alone_mixes_tokens(*stacked(MixesInTraining()))
+
+
 @pytest.mark.parametrize(
     "layer", [Layer(), Layer(CHANGES["shift"]), Layer(is_rotary=True)], ids=["", "shift", "places"]
 )

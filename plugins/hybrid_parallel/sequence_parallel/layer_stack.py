@@ -35,6 +35,28 @@ _ATTENTION = re.compile(r"ALL_ATTENTION_FUNCTIONS|scaled_dot_product_attention|m
 _MIXES_TOKENS: tuple[type[nn.Module], ...] = (_ConvNd, _BatchNorm, nn.RNNBase, nn.InstanceNorm1d, nn.AvgPool1d)
 
 
+def check_last_layers(model: nn.Module, stacks: Sequence[Sequence[str]]) -> None:
+    """Check that the last layer of each stack, behind which tokens are gathered, is called as the last one only.
+
+    Args:
+        model: The user's model.
+        stacks: Names of the layers of each stack.
+
+    Raises:
+        ConfigError: The last entry of a list of layers is one of the others again.
+    """
+    for stack in filter(None, stacks):
+        owner = stack[-1].rpartition(".")[0]
+        entries = list(model.get_submodule(owner)._modules.values())
+        is_repeated = len(set(map(id, entries))) < len(entries)
+        if is_repeated and entries[-1] is not model.get_submodule(stack[-1]):
+            raise ConfigError(
+                f"the last layer of {owner!r} is an earlier one again, and with a sharded sequence tokens are gathered"
+                f" behind the last one: make it a layer of its own, or let the forward call the layers"
+                " several times in a loop"
+            )
+
+
 def check_only_attention_mixes_tokens(model: nn.Module, stacks: Sequence[Sequence[str]]) -> None:
     """Check that no module in a stack's layers mixes tokens, except for replaceable attention.
 

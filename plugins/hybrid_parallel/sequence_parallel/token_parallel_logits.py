@@ -43,8 +43,8 @@ def share_head(
     """
     find = getattr(model, "get_output_embeddings", None)
     head = find() if find is not None else None
-    weight = getattr(head, "weight", None)
-    if not isinstance(head, nn.Module) or not isinstance(weight, nn.Parameter) or weight.dim() != 2:
+    weight = head._parameters.get("weight") if isinstance(head, nn.Module) else None
+    if head is None or weight is None or weight.dim() != 2:
         return  # no head, or not on this stage
     name = next(name for name, parameter in model.named_parameters() if parameter is weight)
     num_classes = shard_specs[name][0].logical_shape[0]

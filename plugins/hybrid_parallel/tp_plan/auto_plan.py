@@ -146,6 +146,7 @@ def derive_plan(model: nn.Module, tp_size: int = 2) -> PartialPlan:
             f"no tensor-parallel plan is known for {type(model).__name__}, and none can be derived ({reason}): give"
             " plan={'pattern of module names': style, ...}, or use tp_size=1"
         )
+    _check_partial_gradients(model, search.styles)
     return PartialPlan(
         styles={name: search.styles[name] for name in sorted(search.styles, key=module_order(model))},
         source="derived from the model: every sharded layer was run in shards and computes the same",
@@ -154,6 +155,31 @@ def derive_plan(model: nn.Module, tp_size: int = 2) -> PartialPlan:
         siblings=tuple(search.siblings),
         notes=tuple(search.notes),
     )
+
+
+def _check_partial_gradients(model: nn.Module, styles: Mapping[str, Style]) -> None:
+    """Check that parameters of which each rank has a part of the gradient are not used in other places, too.
+
+    Raises:
+        ConfigError: One is, where each rank has all of its gradient.
+    """
+
+    def is_partial(name: str) -> bool:
+        style = styles.get(name) or styles.get(name.rpartition(".")[0])
+        return style is not None and style.name == "replicated_with_grad_allreduce"
+
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for shared in names.values():
+        within = [name for name in shared if is_partial(name)]
+        outside = [name for name in shared if not is_partial(name)]
+        if within and outside:
+            raise ConfigError(
+                f"{within[0]!r}, which is used on sharded features, is also {outside[0]!r}, which is used on all of"
+                " them: tensor parallelism would add up the second use's gradient from all ranks. Give each place a"
+                " module of its own, or a plan={'pattern of module names': style, ...} that leaves these layers whole"
+            )
 
 
 def derive_splits(model: nn.Module, owner: str, layers: Collection[str], tp_size: int) -> PartialPlan | None:
@@ -319,7 +345,7 @@ def _tied_layers(model: nn.Module) -> set[str]:
     """Return the modules whose weight is tied to another module's, and those registered under several names."""
     holders: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, nn.Parameter):
+        weight = module._parameters.get("weight")  # no parametrization's, which may change state when it is read
+        if weight is not None:
             holders.setdefault(id(weight), []).append(name)
     return {name for names in holders.values() if len(names) > 1 for name in names}

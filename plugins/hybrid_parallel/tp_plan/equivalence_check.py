@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from booster.errors import ConfigError, first_line
-from booster.plugins.hybrid_parallel.tensor_parallel.linear import is_linear
+from booster.plugins.hybrid_parallel.tensor_parallel.linear import has_plain_forward, is_linear
 from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import Block, local_sizes, sharded_spec
 from booster.pytree import map_tensors
 
@@ -99,7 +99,8 @@ class EquivalenceCheck:
         }
         self.num_heads = sizes.num_heads
         self.had_size_error = False
-        self.other: EquivalenceCheck | None = None
+        self.other: EquivalenceCheck | None = None  # without a dimension of tokens
+        self.training: EquivalenceCheck | None = None  # in training mode, if the module computes something else there
 
     def is_equivalent(self, split: SplitCandidate) -> bool:
         """Whether the module computes the same with these layers sharded."""
@@ -111,9 +112,19 @@ class EquivalenceCheck:
                 for blocks in (*split.columns.values(), split.row_blocks):
                     local_sizes(blocks, count)
                 cases += [(count, 0), (count, count - 1)]
-        if not cases or not all(self._is_rank_equivalent(split, count, rank) for count, rank in cases):
+        if not cases or not self._adds_up(split):
             return False
-        return self.other is None or (split.row in self.other.calls and self.other.is_equivalent(split))
+        if not all(self._is_rank_equivalent(split, count, rank) for count, rank in cases):
+            return False
+        others = [one for one in (self.other, self.training) if one is not None]
+        return all(split.row in one.calls and one.is_equivalent(split) for one in others)
+
+    def _adds_up(self, split: SplitCandidate) -> bool:
+        layers = [self.module.get_submodule(name) for name in (*split.columns, split.row)]
+        if any(name not in ("weight", "bias") for one in layers for name, _ in one.named_parameters(recurse=False)):
+            return False  # such as an adapter of the layer's own
+        given, output = self.calls[split.row]
+        return adds_up(layers[-1], split.row_blocks, given, output)
 
     def partial_gradients(self, split: SplitCandidate) -> tuple[str, ...] | None:
         """Return what `SplitCandidate.partial` lists of an equivalent split; None if gradients are neither.
@@ -219,9 +230,27 @@ def run_equivalence_check(module: nn.Module, tp_size: int = 2) -> EquivalenceChe
         if inputs.ndim == 3:
             with contextlib.suppress(Exception):  # it takes sequences only
                 check.other = EquivalenceCheck(copied, inputs[:, 0], arguments, tp_size)
+        training = _training_copy(check)
+        if training is not None:
+            check.training = EquivalenceCheck(training, inputs, arguments, tp_size)
         return check
 
     return try_inputs(module, check_with)
+
+
+def _training_copy(check: EquivalenceCheck) -> nn.Module | None:
+    """Return a copy in training mode, without dropout, if it computes something else there, and always the same."""
+    module = copy.deepcopy(check.module).train()
+    for one in module.modules():
+        if isinstance(one, nn.modules.dropout._DropoutNd):
+            one.p = 0.0
+    try:
+        first, second = (run(module, check.inputs, check.arguments, seed=seed) for seed in (2, 3))
+    except Exception:  # a user's forward may raise anything
+        return None
+    # Random numbers, and statistics that change in each run, can't be compared.
+    is_comparable = all_close(first, second) and not all_close(first, check.output)
+    return module if is_comparable else None
 
 
 def try_inputs(
@@ -377,6 +406,38 @@ def record_calls(
 
             hooks.callback(module.get_submodule(name).register_forward_hook(record, with_kwargs=True).remove)
         return run(module, inputs, arguments), calls
+
+
+def adds_up(
+    row: nn.Module, blocks: tuple[Block, ...], given: torch.Tensor, output: torch.Tensor, tolerance: float = _TOLERANCE
+) -> bool:
+    """Return whether the outputs of the shards of a row-parallel layer, and its bias, add up to its output.
+
+    Args:
+        row: The layer, unsharded; of torch's own forward this holds.
+        blocks: Blocks of its inputs.
+        given: A recorded input.
+        output: The output for it.
+        tolerance: Relative to the largest element.
+    """
+    owner = next(base for base in type(row).__mro__ if "forward" in vars(base))
+    if has_plain_forward(owner) and "forward" not in vars(row):
+        return True
+    bias, dim = row._parameters.get("bias"), split_dim(row, "rowwise")
+    total: torch.Tensor | float = 0.0 if bias is None else bias
+    try:
+        for rank in range(2):
+            local = copy.deepcopy(row)
+            weight = sharded_spec(local.get_parameter("weight").shape, dim, blocks, 2, rank)
+            local.weight = nn.Parameter(weight.shard(row.get_parameter("weight")), requires_grad=False)
+            local.register_parameter("bias", None)
+            if "in_features" in vars(local):
+                setattr(local, "in_features", local.weight.shape[dim])  # noqa: B010
+            own_input = sharded_spec(given.shape, given.ndim - 1, blocks, 2, rank).shard(given)
+            total = total + local(own_input)
+    except Exception:  # a user's forward may raise anything
+        return False
+    return isinstance(total, torch.Tensor) and all_close(total, output, tolerance)
 
 
 def shard_layer(layer: nn.Module, style: str, blocks: tuple[Block, ...], num_ranks: int, rank: int) -> None:

@@ -76,8 +76,8 @@ def _tied_modules(model: nn.Module) -> list[list[str]]:
     head = next((one for one in heads if one is not None), None)
     groups: dict[int, list[str]] = {}
     for name, module in model.named_modules():
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, nn.Parameter) and (isinstance(module, nn.Embedding) or is_linear(module)):
+        weight = module._parameters.get("weight")
+        if weight is not None and (isinstance(module, nn.Embedding) or is_linear(module)):
             groups.setdefault(id(weight), []).append(name)
     modules = dict(model.named_modules())
     return [names for names in groups.values() if len(names) > 1 or modules[names[0]] is head]

@@ -160,17 +160,29 @@ def own_token_modules(
         regions: The result of `region_starts`.
         stacks: Names of the layers of each stack.
         blocks: The result of `all_token_blocks`.
+
+    Raises:
+        ConfigError: One has a parameter that also computes all tokens.
     """
     inside = {region for region in regions.values() if region}
-    return [
-        name
-        for name, module in model.named_modules()
-        if stack_layer_of(name, stacks) is not None
-        and name not in styles
-        and _has_parameters(module)
-        and not is_within(name, blocks)
-        and not _innermost(name, inside)
-    ]
+
+    def has_own_tokens(name: str) -> bool:
+        is_replicated = stack_layer_of(name, stacks) is not None and name not in styles
+        return is_replicated and not is_within(name, blocks) and not _innermost(name, inside)
+
+    holders: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        holders.setdefault(id(parameter), []).append(name)
+    for names in holders.values():
+        of_own = [name for name in names if has_own_tokens(name.rpartition(".")[0])]
+        of_all = [name for name in names if name not in of_own]
+        if of_own and of_all:
+            raise ConfigError(
+                f"{of_own[0]!r}, which computes a rank's own tokens with a sharded sequence, is also {of_all[0]!r},"
+                " which computes all tokens on each rank: the second use's gradient would be added up from all ranks."
+                " Give each place a module of its own, or use sequence_parallelism_mode='all_to_all' or 'ring_attn'"
+            )
+    return [name for name, module in model.named_modules() if _has_parameters(module) and has_own_tokens(name)]
 
 
 def notes_of_blocks(blocks: Mapping[str, str]) -> tuple[str, ...]:

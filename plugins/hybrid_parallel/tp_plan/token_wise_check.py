@@ -72,7 +72,9 @@ def _find_violation(layer: nn.Module, name: str, entries: Iterable[PlannedEntry]
     sharded |= blocks | {row for row in rows if not any(row.startswith(f"{region}.") for region in sharded)}
     if check.inputs.ndim < 3:
         return "its input is not a tensor of (batch, length, features)"
-    reasons = (_compare(check, gathering, sharded, part) for part in _parts(check.inputs.shape[1]))
+    checks = [one for one in (check, check.training) if one is not None]
+    parts = _parts(check.inputs.shape[1])
+    reasons = (_compare(one, gathering, sharded, part) for one in checks for part in parts)
     return next(filter(None, reasons), "")
 
 
@@ -115,7 +117,8 @@ def _compare(check: EquivalenceCheck, gathering: set[str], sharded: set[str], pa
     hidden, *others = check.output  # the others are of all tokens, or of some
     same = all_close(result[:1], [hidden[:, part]]) and len(result) == len(check.output)
     same = same and all(
-        all_close(one, other) or all_close(one, other[:, part]) for one, other in zip(result[1:], others, strict=True)
+        all_close(one, other) or (other.ndim > 1 and all_close(one, other[:, part]))
+        for one, other in zip(result[1:], others, strict=True)
     )
     return "" if same else "its output for some tokens depends on others"
 
@@ -179,6 +182,11 @@ def _find_mixing(layer: nn.Module) -> str:
     check = run_equivalence_check(layer)
     if isinstance(check, str) or check.inputs.ndim < 3:
         return ""
+    in_training = "" if check.training is None else _find_mixing_in(layer, check.training)
+    return _find_mixing_in(layer, check) or in_training
+
+
+def _find_mixing_in(layer: nn.Module, check: EquivalenceCheck) -> str:
     num_tokens, parameters = check.inputs.shape[1], list(inspect.signature(layer.forward).parameters.values())[1:]
     named = {one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
     takes_any = len(named) < len(parameters) and named.isdisjoint(POSITIONS)

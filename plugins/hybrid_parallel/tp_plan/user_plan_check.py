@@ -18,6 +18,7 @@ from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import sharded_s
 
 from .equivalence_check import (
     UNSHARDED_SIZES_HINT,
+    adds_up,
     all_close,
     module_signature,
     record_calls,
@@ -138,6 +139,12 @@ def _verify(name: str, module: nn.Module, module_plan: TensorParallelPlan, tp_si
         return reference
     if not reference.is_repeatable:
         return "its output is random or not finite"
+    for entry in module_plan.entries:
+        layer = reference.module.get_submodule(entry.name)
+        for given, output in reference.calls.get(entry.name, ()) if is_linear(layer) else ():
+            if not adds_up(layer, entry.blocks, given, output, _USER_PLAN_TOLERANCE):
+                own = f"{entry.name!r} ({entry.style}) has a forward of its own, of which shards do not add up"
+                _raise_mismatch(name, module, module_plan, own, tp_size)
     for rank in sorted({0, tp_size // 2, tp_size - 1}):
         mismatch = _find_mismatch(module_plan, reference, tp_size, rank)
         if mismatch is not None:
