@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.comm import (
+    all_gather_bytes,
     all_gather_numbers,
     all_reduce_max,
     all_reduce_sum,
@@ -352,16 +354,20 @@ class HybridModel(ZeroModel):
             ConfigError: They differ; on all ranks.
         """
         assert self._tp_group is not None
+        if self._num_gradients == 1:  # a rank may have all of what another one has nothing of, such as a single head
+            payloads, _ = all_gather_bytes(json.dumps(self._replicated_names).encode(), self._tp_group.group)
+            of_all = set.intersection(*(set(json.loads(payload)) for payload in payloads))
+            self._replicated_names = [name for name in self._replicated_names if name in of_all]
         names = self._replicated_names
         index = {name: place for place, name in enumerate(names)}
-        squares = torch.zeros(len(names), dtype=torch.float64)
-        for shard in shards:
-            if shard.name in index and shard.parameter.grad is not None:
-                squares[index[shard.name]] += float(shard.parameter.grad.double().square().sum())
-        if not names:
-            return
-        device = collective_device(self._group)
-        totals = all_reduce_sum(squares.to(device), self._group)
+        found = [(index[shard.name], shard.parameter.grad) for shard in shards if shard.name in index]
+        parts = [(place, gradient) for place, gradient in found if gradient is not None]
+        squares = torch.zeros(len(names), dtype=torch.float64, device=collective_device(self._group))
+        if parts:
+            norms = torch._foreach_norm([gradient for _, gradient in parts], dtype=torch.float32)
+            places = torch.tensor([place for place, _ in parts], device=squares.device)
+            squares.index_add_(0, places, torch.stack(norms).square().to(squares))
+        totals = all_reduce_sum(squares, self._group)
         largest, negated = all_reduce_max(torch.cat([totals, -totals]), self._tp_group.group).cpu().chunk(2)
         differing = [
             name
@@ -477,7 +483,7 @@ def _gather_attention_weights(module: nn.Module, tp_group: TensorParallelGroup) 
 
 def _is_compared(number: int) -> bool:
     """Whether ranks compare what they have computed in the step or backward of this number, from 1."""
-    return number <= _COMPARED_BATCHES or number & (number - 1) == 0
+    return number <= _COMPARED_BATCHES or (number >= 8 and number & (number - 1) == 0)
 
 
 def _sharded_names(module: nn.Module) -> frozenset[str]:

@@ -47,6 +47,8 @@ _Result = TypeVar("_Result")
 # Parameters of other layers may be used between the sharded ones, such as a norm of each head: then each rank has a
 # part of their gradient. For two ranks the gradients are compared with those of the full module, too: where they are
 # equal, nothing is to be done, and where their sum is equal, they are all-reduced in training.
+# A row-parallel layer whose class has a forward of its own must add up from its shards, as a product does. A module
+# that computes something else in training mode, without random numbers, is verified in both modes.
 # A user's plan is verified in the same way, for its number of ranks: see `user_plan_check`.
 
 
