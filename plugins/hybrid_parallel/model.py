@@ -364,7 +364,7 @@ class HybridModel(ZeroModel):
         parts = [(place, gradient) for place, gradient in found if gradient is not None]
         squares = torch.zeros(len(names), dtype=torch.float64, device=collective_device(self._group))
         if parts:
-            norms = torch._foreach_norm([gradient for _, gradient in parts], dtype=torch.float32)
+            norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for _, gradient in parts]
             places = torch.tensor([place for place, _ in parts], device=squares.device)
             squares.index_add_(0, places, torch.stack(norms).square().to(squares))
         totals = all_reduce_sum(squares, self._group)
