@@ -125,6 +125,8 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         """
         self.model.require_usable()
         check_scalar_loss(loss)
+        if inputs is not None:
+            self._check_inputs(inputs)
         self.model._check_loss(loss)
         self._begin_accumulation(num_items)
         for observer in current_thread.state.observers:
@@ -152,6 +154,8 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
             inputs: Tensors to compute gradients for; optional, defaults to every leaf.
             retain_graph: If True, keep the graph for another backward.
         """
+        if inputs is not None:
+            self._check_inputs(inputs)
         self._begin_accumulation(None)
         with self._backward_context():
             torch.autograd.backward(tensor, grad, inputs=inputs, retain_graph=retain_graph)
@@ -533,6 +537,9 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         if is_incomplete or self._accumulation.has_stepped:
             return False
         return self._accumulation.num_backwards > 0 or self._any_rank([self._has_gradients()])[0]
+
+    def _check_inputs(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Raise `ConfigError` if gradients of some tensors can't be computed alone; does nothing by default."""
 
     def _note_clipping(self, limit: float) -> None:
         """Called with the norm or value that gradients are clipped to, also by torch's functions."""

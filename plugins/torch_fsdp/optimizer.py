@@ -199,17 +199,8 @@ class FSDPOptimizer(ShardedOptimizer):
 
     # Backward.
 
-    def backward(
-        self,
-        loss: torch.Tensor,
-        inputs: Sequence[torch.Tensor] | None = None,
-        retain_graph: bool = False,
-        *,
-        num_items: float | None = None,
-    ) -> None:
-        if inputs is not None:
-            refuse_weights("backward(inputs=...)", inputs)
-        super().backward(loss, inputs, retain_graph, num_items=num_items)
+    def _check_inputs(self, inputs: Sequence[torch.Tensor]) -> None:
+        refuse_weights("backward(inputs=...)", inputs)
 
     def _backward_context(self) -> AbstractContextManager[None]:
         return self.model.collecting(synchronizes=self._synchronizes)

@@ -184,6 +184,9 @@ def test_backward_to_weights_is_an_error():
     inputs = torch.ones(2, model.unwrap()[0][0].in_features, device=booster.device)
     with pytest.raises(ConfigError, match=r"backward\(inputs=...\) with the weight '0.0.weight'"):
         optimizer.backward(model(inputs).sum(), inputs=list(model.parameters()))
+    outputs = model(inputs)
+    with pytest.raises(ConfigError, match=r"backward\(inputs=...\) with the weight '0.0.weight'"):
+        optimizer.backward_by_grad(outputs, torch.ones_like(outputs), inputs=list(model.parameters()))
 
 
 CHANGES = {
