@@ -31,7 +31,7 @@ from booster.core.compiling import calls_compiled, not_compiled
 from booster.core.plain_torch import refuse_transforms
 from booster.core.shard_spec import is_sharded, set_shard_spec, shard_spec_of
 from booster.device import current_device
-from booster.errors import CheckpointError, ConfigError, format_list
+from booster.errors import BoosterError, CheckpointError, ConfigError, format_list
 from booster.interface import ModelWrapper, Shard
 from booster.kernels.checksum import tensor_crc32
 from booster.plugins.low_level_zero.model import ZeroModel
@@ -132,7 +132,7 @@ class HybridModel(ZeroModel):
         self._stage = mesh.rank("pp")
         self.last_pipeline_run = None
         self.run_batch = None
-        self._num_compared = self._num_losses = self._num_gradients = 0
+        self._num_compared = self._num_losses = self._num_gradients = self._num_buffer_changes = 0
         self._mark_rng_out_of_sync()
         self.register_load_hook(self._mark_rng_out_of_sync)
 
@@ -247,6 +247,10 @@ class HybridModel(ZeroModel):
         self._require_known_shards()
         if self._extra_group is not None:
             self._require_equal_along_extra_axes(self._extra_group)
+        self._require_equal_buffers(", nothing was written", CheckpointError)
+
+    def _require_equal_buffers(self, consequence: str, error_class: type[BoosterError]) -> None:
+        """Raise on all ranks if ranks that share layers or sequences have different values of a persistent buffer."""
         state = self.module.state_dict().items()
         own = {name: one for name, one in state if name not in self._parameter_names and torch.is_tensor(one)}
         # A stage without buffers takes part in the collectives if another stage has some.
@@ -260,13 +264,24 @@ class HybridModel(ZeroModel):
             differing |= {name: None for name, buffer in own.items() if not _is_close(buffer, first[name])}
         error = None
         if differing:
-            error = CheckpointError(
+            error = error_class(
                 "ranks that share layers or sequences have different values of the buffer"
-                f" {', '.join(map(repr, differing))} because each rank computes it from its shard, nothing was written:"
-                " compute it outside of the sharded layers, leave its module unsharded (a plan with 'replicated'), or"
-                " register it with persistent=False"
+                f" {', '.join(map(repr, differing))} because each rank computes it from its shard{consequence}: compute"
+                " it outside of the sharded layers, leave its module unsharded (a plan with 'replicated'), or register"
+                " it with persistent=False"
             )
         raise_on_all_ranks(error)
+
+    def synchronize_buffers(self) -> None:
+        """Make the buffers equal on data-parallel ranks, after a check that those of a rank's shards are so, as well.
+
+        The check is made in the first batches, and later in ever fewer. Collective.
+        """
+        if self._has_changed_buffers and self._parallel_groups:
+            self._num_buffer_changes += 1
+            if _is_compared(self._num_buffer_changes):
+                self._require_equal_buffers("", ConfigError)
+        super().synchronize_buffers()
 
     def _require_known_shards(self) -> None:
         """Check that each sharded parameter is the one that boost() sharded, under the same name."""

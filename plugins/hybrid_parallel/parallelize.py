@@ -18,6 +18,7 @@ from booster.errors import ConfigError
 from booster.interface import ShardSpec
 from booster.plugins.base import taking_hooks
 
+from .sequence_parallel.layer_context import is_in_backward
 from .sequence_parallel.layer_stack import attach_stack, run_on_all_tokens
 from .sequence_parallel.recorded_outputs import gather_returned_outputs
 from .sequence_parallel.splitters import SequenceSplitter, TensorAxisSplitter
@@ -151,6 +152,55 @@ def _narrow(tensor: torch.Tensor, dim: int, span: slice) -> torch.Tensor:
     return tensor.narrow(dim, span.start, span.stop - span.start)
 
 
+class _RegionWatch:
+    """Hooks of a module on sharded features, which raise where it is called outside of its regions.
+
+    There it gets all features, so that all ranks have the whole gradient of that use, and would add it up.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._depth = 0  # of running regions
+
+    def attach(self, module: nn.Module, regions: Sequence[nn.Module]) -> None:
+        """Register the hooks. Collective: no."""
+        module.register_forward_pre_hook(self._check)
+        for region in regions:
+            region.register_forward_pre_hook(self._enter)
+            region.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, *_: object) -> None:
+        self._depth += 1
+
+    def _leave(self, *_: object) -> None:
+        self._depth -= 1
+
+    def _check(self, *_: object) -> None:
+        if self._depth == 0 and torch.is_grad_enabled() and not is_in_backward():  # where it may be recomputed alone
+            raise ConfigError(
+                f"{self._name!r}, which is used on sharded features, was called from outside of the module that shards"
+                " them, on all features: tensor parallelism would add up this use's gradient from all ranks. Give each"
+                " place a module of its own, or a plan={'pattern of module names': style, ...} that leaves these"
+                " layers whole"
+            )
+
+
+def _watch_regions(model: nn.Module, plan: TensorParallelPlan) -> None:
+    """Watch the calls of modules with parameters of which each rank has a part of the gradient, in a derived plan."""
+    columns = [entry.name for entry in plan.entries if entry.style in COLUMN_STYLES]
+    watched: dict[int, tuple[str, list[nn.Module]]] = {}
+    for entry in plan.entries:
+        if entry.style != "replicated_with_grad_allreduce" or entry.is_parameter:
+            continue
+        region = owner_of(entry.name)
+        while region and not any(name.startswith(f"{region}.") for name in columns):
+            region = owner_of(region)
+        _, regions = watched.setdefault(id(model.get_submodule(entry.name)), (entry.name, []))
+        regions.append(model.get_submodule(region))
+    for name, regions in watched.values():
+        _RegionWatch(name).attach(model.get_submodule(name), list(dict.fromkeys(regions)))
+
+
 _UNSWAPPED_STYLES = frozenset({"replicated", "sequence", "replicated_with_grad_allreduce", "local_params"})
 
 
@@ -204,6 +254,8 @@ def parallelize(
         _reduce_grads_on_grid(model, plan, grid)
         _divide_stacks(modules, plan, grid)
         return
+    if plan.is_derived:
+        _watch_regions(model, plan)
     replicas = [name for name, _ in model.named_parameters() if name.startswith(prefixes)]
     on_own_tokens = frozenset(name for name in replicas if not name.startswith(of_all_tokens))
     _register_grad_all_reduces(model, plan, tp_group, shard_specs, on_own_tokens)
@@ -219,6 +271,15 @@ def parallelize(
             GatheredRegionInput(tp_group, layers, others=others).attach(modules[region])
         for name in plan.all_token_blocks:
             run_on_all_tokens(modules[name], name, tp_group)
+
+
+def leave_fused_layers(model: nn.Module) -> None:
+    """Have torch's encoder layers call their layers in evaluation, too, instead of one operator that reads weights."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0  # "other", for which there is no fused operator
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False  # which only that operator takes
 
 
 def _other_states(region: nn.Module) -> frozenset[str | int]:

@@ -24,7 +24,7 @@ from .expert_parallel.loops import make_loop_expert_parallel
 from .expert_parallel.plan import ExpertPlan, find_experts
 from .expert_parallel.shared_experts import overlap_shared_experts
 from .mesh import HybridMesh
-from .parallelize import attach_stacks, parallelize
+from .parallelize import attach_stacks, leave_fused_layers, parallelize
 from .pipeline_parallel.placeholders import drop_tensors, replace_by_meta
 from .pipeline_parallel.stage_module import StageModel, build_stage, install_chunk_forward
 from .pipeline_parallel.stage_partition.balance import partition_layers
@@ -470,6 +470,8 @@ class ModelPartitioner:
         )
 
     def _parallelize(self, model: nn.Module, plan: TensorParallelPlan, shard_specs: dict[str, list[ShardSpec]]) -> None:
+        if any(one is not None for one in (self.tp_group, self.sp_group, self._arguments.pipeline)):
+            leave_fused_layers(model)
         if self.tp_group is not None:
             parallelize(
                 model,

@@ -385,7 +385,7 @@ class HybridParallelPlugin(ShardedPlugin):
             sp_group=self._partitioner.sp_group,
             ep_group=self._partitioner.ep_group,
             stage_model=stage_model,
-            broadcasts_buffers=config.broadcast_buffers and mesh.size("dp", "sp") > 1,
+            broadcasts_buffers=config.broadcast_buffers and mesh.size("dp", "sp", "tp") > 1,
         )
         wrapped = None
         if optimizer is not None:

@@ -180,12 +180,14 @@ def test_a_plan_of_the_user_is_followed(plan):
 
 
 # Fused projections, a gate per head, one layer called three times, two heads on a model, experts that are skipped.
-@pytest.mark.parametrize("model", ["tied_lm", "convit", "albert_pretraining", "gpt2_double_heads", "routed_experts"])
+@pytest.mark.parametrize(
+    "model", ["tied_lm", "convit", "albert_pretraining", "gpt2_double_heads", "routed_experts", "torch_transformer"]
+)
 def test_models_of_other_plugins_are_shared_too(model):
     assert_hybrid_equals_serial(model, TP_2, steps=STEPS)
 
 
-@pytest.mark.parametrize("model", ["torch_transformer", "mlp_odd", "lstm", "convnet_batchnorm"])
+@pytest.mark.parametrize("model", ["mlp_odd", "lstm", "convnet_batchnorm"])
 def test_models_that_nothing_can_be_cut_of_are_refused(model):
     with pytest.raises(RanksFailed, match=r"ConfigError: no tensor-parallel plan is known .* is not sharded: "):
         assert_hybrid_equals_serial(model, TP_2, steps=1)

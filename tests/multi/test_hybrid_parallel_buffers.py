@@ -265,7 +265,8 @@ class WatchedModel(nn.Module):
 
 def save_what_differs(path: str):
     plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
-    booster = Booster(plugin=HybridParallelPlugin(tp_size=2, precision="fp32", plan=plan))
+    plugin = HybridParallelPlugin(tp_size=2, precision="fp32", plan=plan, broadcast_buffers=False)
+    booster = Booster(plugin=plugin)
     raw = build(WatchedModel)
     model, optimizer, *_ = booster.boost(raw, torch.optim.SGD(raw.parameters(), lr=0.05))
     train("tp 2", booster, model, optimizer)
@@ -283,3 +284,40 @@ def test_a_buffer_of_which_each_rank_has_another_value_is_not_saved(tmp_path):
             assert message.startswith("CheckpointError: ")
             assert "ranks that share layers or sequences have different values of the buffer" in message
     assert not list(tmp_path.iterdir())
+
+
+class Observed(nn.Module):
+    """An MLP that observes the largest of its hidden features, or of its tokens."""
+
+    def __init__(self, observes: str) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.observes = observes
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps (batch, length, 8) to (batch, length, 8)."""
+        heads = x.unsqueeze(1)
+        x = x + F.scaled_dot_product_attention(heads, heads, heads).squeeze(1)
+        hidden = F.gelu(self.up(x))
+        if self.training:
+            seen = hidden if self.observes == "features" else x
+            self.largest.copy_(torch.maximum(self.largest, seen.detach().amax()))
+        return self.down(hidden)
+
+
+@pytest.mark.parametrize(("layout", "observes"), [("tp 2", "features"), ("sp 2", "tokens")])
+def test_a_buffer_of_a_ranks_own_features_or_tokens_is_an_error(layout, observes):
+    with pytest.raises(RanksFailed, match=r"different values of the buffer '0\.largest'"):
+        run_ranks(train_observed, 2, layout, observes)
+    run_ranks(train_observed, 2, "tp 2", "tokens")
+
+
+def train_observed(layout: str, observes: str) -> None:
+    torch.manual_seed(0)
+    raw = nn.Sequential(Observed(observes), Observed(observes))
+    booster = Booster(plugin=HybridParallelPlugin(precision="fp32", **LAYOUTS[layout][1]))
+    model, optimizer, *_ = booster.boost(raw, torch.optim.SGD(raw.parameters(), lr=0.05))
+    x = torch.randn(2, 8, 8).to(booster.device)
+    booster.backward(model(x).square().mean(), optimizer)
+    optimizer.step()

@@ -330,3 +330,34 @@ def test_a_forward_that_writes_weights_by_its_own_batch_is_an_error_on_all(argum
     booster.backward(model(torch.full((2, 6), 1.0 + dist.get_rank())).sum(), optimizer)
     with pytest.raises(ConfigError, match=r"wrote to weights \('codes'\).*as a buffer"):
         optimizer.step()
+
+
+class Gated(nn.Module):
+    """Features of a rank's own layers between `up` and `down`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(8, 16), nn.PReLU(), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps (batch, 8) to (batch, 8)."""
+        return self.down(self.act(self.up(x)))
+
+
+class CallsAnActivationAgain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Gated()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps (batch, 8) to (batch, 8)."""
+        return x + self.mlp.act(self.mlp(x))
+
+
+@distributed(world_size=2)
+def test_a_module_on_sharded_features_that_is_called_on_all_of_them():
+    _, model, _ = boosted(nn.Sequential(Gated(), nn.Linear(8, 3)), plan=None)
+    model(torch.randn(4, 8))
+    _, model, _ = boosted(CallsAnActivationAgain(), plan=None)
+    with pytest.raises(ConfigError, match=r"'mlp.act', which is used on sharded features, was called from outside"):
+        model(torch.randn(4, 8))

@@ -351,6 +351,12 @@ def test_mistakes_are_refused_on_all_ranks():
         LocalSGDPlugin(period=2 + group_rank())
     with pytest.raises(ConfigError, match="fp16"):
         Booster(plugin=LocalSGDPlugin(), mixed_precision="fp16")
+    booster, raw = Booster(plugin=LocalSGDPlugin()), make_model()
+    own = make_optimizer("sgd", raw)
+    model, *_ = booster.boost(raw, own)
+    loss_of(model, batch(0, group_rank())).backward()
+    with pytest.raises(ConfigError, match=r"was passed to boost.., which does not count steps of a round"):
+        own.step()
 
 
 @distributed(world_size=2)

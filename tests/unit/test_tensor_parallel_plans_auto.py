@@ -128,9 +128,7 @@ def test_a_mixer_and_why_its_sequence_cannot_be_split() -> None:
     assert found["layers.1.places_up"] == ("colwise", (Block(num_units=14),))
     assert found["layers.1.features.2"] == ("rowwise", (Block(num_units=29),))
     assert len(found) == 8
-    with pytest.raises(
-        ConfigError, match=r"could not be verified to compute tokens independently .*input of places_up is not"
-    ):
+    with pytest.raises(ConfigError, match=r"tokens independently .*input of places_up for some tokens is not"):
         choose_plan(model, tp_size=3, shards_sequence=True)
 
 
@@ -212,9 +210,21 @@ def test_what_cannot_be_run_alone_stays_whole() -> None:
 
 
 def test_weights_that_are_read_without_their_layer_stay_whole() -> None:
-    model = get_model("torch_transformer").construct()
-    with pytest.raises(ConfigError, match=r"encoder\.layers\.\*\.linear1 is not sharded"):
-        choose_plan(model, tp_size=2)
+    class Reading(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.linear(F.linear(x, self.up.weight).relu(), self.down.weight)
+
+    with pytest.raises(ConfigError, match="up is not sharded: the module uses their weights without calling them"):
+        choose_plan(Reading(), tp_size=2)
+
+
+def test_torch_encoder_layers_are_sharded_but_for_their_attention() -> None:
+    plan = choose_plan(get_model("torch_transformer").construct(), tp_size=2)
+    assert set(blocks(plan)) == {f"encoder.layers.{layer}.linear{number}" for layer in (0, 1) for number in (1, 2)}
 
 
 def test_neither_the_model_nor_random_numbers_are_changed() -> None:

@@ -125,6 +125,7 @@ def _expand_mask(mask: torch.Tensor, query: torch.Tensor, length: int, *, is_cau
 
 _STACK = "_sequence_stack"
 _dense_attention = F.scaled_dot_product_attention
+_MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 # Cumulative functions, with which experts with a capacity count preceding tokens.
 _NAMES = ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp")
 _CUMULATIVE = frozenset(getattr(where, name) for where in (torch, torch.Tensor) for name in _NAMES)
@@ -403,9 +404,14 @@ def _multi_head_shape(visible: Any, func: Any, num_args: int, names: Any, query:
 def _run_multi_head_attention(func: Any, args: Any, kwargs: Any) -> Any:
     layer = current_layer()
     before = layer.num_attentions if layer is not None else 0
-    torch.nn.functional.scaled_dot_product_attention = _dispatch_attention  # type: ignore[assignment]
+    attend = _dispatch_attention
+    given = _MULTI_HEAD.bind(*args, **kwargs).arguments
+    # Torch would compare the masks, of the full sequence, with this rank's tokens. Extra keys are appended to them.
+    if layer is not None and given.get("bias_k") is None and not given.get("add_zero_attn"):
+        attend = functools.partial(_attend_with, layer, *_take_masks(given))
+    torch.nn.functional.scaled_dot_product_attention = attend  # type: ignore[assignment]
     try:
-        output = func(*args, **kwargs)
+        output = func(**given)
     finally:
         torch.nn.functional.scaled_dot_product_attention = _dense_attention
     if layer is not None and layer.num_attentions == before:
@@ -414,6 +420,35 @@ def _run_multi_head_attention(func: Any, args: Any, kwargs: Any) -> Any:
             " F.scaled_dot_product_attention, which sequence parallelism replaces: call it with need_weights=False"
         )
     return output
+
+
+def _take_masks(given: dict[str, Any]) -> tuple[torch.Tensor | None, bool]:
+    """Remove the masks from arguments of `F.multi_head_attention_forward`; return them as one, and if it is causal."""
+    mask, padding = given.pop("attn_mask", None), given.pop("key_padding_mask", None)
+    is_causal = given.pop("is_causal", False) and mask is not None
+    if is_causal and padding is None:
+        return None, True
+    batch, dtype = given["query"].shape[1], given["query"].dtype
+    found = []
+    if mask is not None:
+        found.append(mask.unflatten(0, (batch, -1)) if mask.dim() == 3 else mask)  # of all heads
+    if padding is not None:
+        found.append(padding[:, None, None])
+    additive = [
+        torch.zeros_like(one, dtype=dtype).masked_fill_(one, -math.inf) if one.dtype == torch.bool else one
+        for one in found
+    ]
+    return (sum(additive[1:], additive[0]) if additive else None), False
+
+
+def _attend_with(
+    layer: LayerContext, full_mask: torch.Tensor | None, is_full_causal: bool, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """Run an attention call of torch's module, (query, key, value, mask, dropout, is_causal), with these masks."""
+    if layer.is_in_attention:  # a call of sequence-parallel attention itself
+        return _dispatch_attention(*args, **kwargs)
+    query, key, value, _, dropout, _ = args
+    return _dispatch_attention(query, key, value, full_mask, dropout, is_full_causal)
 
 
 IMPLEMENTATION = "booster_sequence_parallel"

@@ -278,9 +278,9 @@ def try_inputs(
         return f"it cannot be copied ({first_line(error)})"
     reason = ""
     for inputs in tried:
-        for positions in position_arguments(module, inputs):
+        for further in further_arguments(module, inputs):
             try:
-                return function(copied, inputs, {**arguments, **positions})
+                return function(copied, inputs, {**arguments, **further})
             except Exception as error:  # a user's forward may raise anything
                 reason = reason or f"{type(error).__name__}: {first_line(error)}"
     return f"it cannot be run alone on a tensor of (batch, length, features) ({reason})"
@@ -298,7 +298,7 @@ def _sample_inputs(module: nn.Module) -> tuple[dict[str, object], Iterator[torch
     for parameter in parameters[1:]:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or parameter.default != parameter.empty:
             continue
-        if "mask" not in parameter.name and parameter.name not in POSITIONS:
+        if "mask" not in parameter.name and parameter.name not in (*POSITIONS, *_OTHER_STATES):
             return f"its forward has the further argument {parameter.name!r}, whose value is unknown"
         arguments[parameter.name] = None
     return arguments, _inputs(module)
@@ -314,20 +314,28 @@ def _inputs(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 POSITIONS = ("position_ids", "cache_position", "position_embeddings")
+_OTHER_STATES = ("memory", "encoder_hidden_states")
 _ROTARY_SIZES = ("head_dim", "head_size", "attention_head_size", "rotary_ndims", "rotary_dim", "qk_rope_head_dim")
 
 
-def position_arguments(module: nn.Module, inputs: torch.Tensor) -> Iterator[dict[str, object]]:
-    """Yield values of the arguments of a module that are places of tokens: none, then those of transformers' layers."""
-    yield {}
+def further_arguments(module: nn.Module, inputs: torch.Tensor) -> Iterator[dict[str, object]]:
+    """Yield values of further arguments: another sequence's states alone, and with places of tokens."""
+    names = inspect.signature(module.forward).parameters
+    generator = torch.Generator().manual_seed(4)
+    shape = (inputs.shape[0], _LENGTH + 1, inputs.shape[-1])
+    states: dict[str, object] = {
+        name: torch.randn(shape, dtype=inputs.dtype, device="cpu", generator=generator)
+        for name in _OTHER_STATES
+        if name in names and names[name].default is names[name].empty and inputs.ndim > 2
+    }
+    yield states
     if inputs.ndim < 3:
         return
-    names = inspect.signature(module.forward).parameters
     numbers = torch.arange(inputs.shape[1])
     given = {"position_ids": numbers[None], "cache_position": numbers}
-    found: dict[str, object] = {name: value for name, value in given.items() if name in names}
+    found = {**states, **{name: value for name, value in given.items() if name in names}}
     if "position_embeddings" not in names:
-        if found:
+        if len(found) > len(states):
             yield found
         return
     sizes = (vars(one).get(name) for one in module.modules() for name in _ROTARY_SIZES)
@@ -376,16 +384,24 @@ def run(
     with_grad: bool = False,
 ) -> list[torch.Tensor]:
     """Return a module's output tensors, with random numbers that depend on the seed only."""
-    # Only if needed: a device context is a mode, and torch's encoder layers use a fused path without calling their
-    # linear layers unless a mode is active.
-    device = torch.device("cpu") if torch.get_default_device().type != "cpu" else contextlib.nullcontext()
-    with torch.set_grad_enabled(with_grad), torch.random.fork_rng(devices=[]), device:
+    with torch.set_grad_enabled(with_grad), torch.random.fork_rng(devices=[]), torch.device("cpu"), _no_fused_layers():
         torch.manual_seed(seed)
         output = module(inputs.clone(), **call)
     outputs = output if isinstance(output, (tuple, list)) else [output]
     if not all(one is None or isinstance(one, torch.Tensor) for one in outputs):
         raise TypeError("its output is not a tensor")
     return [one for one in outputs if isinstance(one, torch.Tensor)]
+
+
+@contextlib.contextmanager
+def _no_fused_layers() -> Iterator[None]:
+    """Have torch's encoder layers call their linear layers in evaluation, too."""
+    is_enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(is_enabled)
 
 
 def record_calls(

@@ -20,8 +20,8 @@ from .equivalence_check import (
     POSITIONS,
     EquivalenceCheck,
     all_close,
+    further_arguments,
     module_signature,
-    position_arguments,
     record_calls,
     run,
     run_equivalence_check,
@@ -111,7 +111,7 @@ def _compare(check: EquivalenceCheck, gathering: set[str], sharded: set[str], pa
     except Exception as error:  # a user's forward may raise anything
         result = f"{type(error).__name__}: {error}"
     if differing:
-        return f"the input of {differing[0]} is not (batch, length, features)"
+        return f"the input of {differing[0]} for some tokens is not these tokens of (batch, length, features)"
     if isinstance(result, str):
         return result
     hidden, *others = check.output  # the others are of all tokens, or of some
@@ -193,8 +193,8 @@ def _find_mixing_in(layer: nn.Module, check: EquivalenceCheck) -> str:
     if takes_any or any(all(known not in name for known in _NO_PLACES) for name in named - {*POSITIONS}):
         return ""
     # The places that a model passes, before those that the layer makes without them.
-    for positions in reversed(list(position_arguments(layer, check.inputs))):
-        check.arguments = {**check.arguments, **positions}
+    for further in reversed(list(further_arguments(layer, check.inputs))):
+        check.arguments = {**check.arguments, **further}
         with contextlib.suppress(Exception), _Attention() as recorded:
             full = run(copy.deepcopy(check.module), check.inputs, check.arguments)
             break
