@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar, get_type_hints
 
 import torch
@@ -17,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from booster.comm import (
+    all_gather_bytes,
     check_same_across_ranks,
     group_rank,
     group_size,
@@ -29,7 +32,7 @@ from booster.core.compiling import not_compiled
 from booster.core.shard_spec import shard_spec_of
 from booster.data import shard_dataloader
 from booster.device import current_device
-from booster.errors import ConfigError, format_list
+from booster.errors import ConfigError, DesyncError, format_list
 from booster.interface import Boosted, ModelWrapper, OptimizerWrapper, Plugin
 from booster.kernels.checksum import tensor_crc32
 from booster.validation import error_of
@@ -259,6 +262,50 @@ class ForwardWrites:
         )
 
 
+def hyperparameters_of(optim: Optimizer) -> str:
+    """Return the numbers in an optimizer's param groups, such as learning rates, as JSON for the ranks to compare."""
+    names = [name for name, value in optim.defaults.items() if isinstance(value, (int, float, tuple, torch.Tensor))]
+    return json.dumps([{name: _number_of(group.get(name)) for name in names} for group in optim.param_groups])
+
+
+def _number_of(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        # Not from an accelerator, which the host would wait for in each step.
+        return float(value) if value.device.type == "cpu" and value.numel() == 1 else None
+    if isinstance(value, tuple):
+        return [_number_of(one) for one in value]
+    return value if isinstance(value, (int, float)) else None
+
+
+def checksum_bytes(text: str) -> tuple[int, int]:
+    """Return two bytes that differ where texts do, for `any_rank_or_different`."""
+    checksum = zlib.crc32(text.encode())
+    return checksum & 255, checksum >> 8 & 255
+
+
+def hyperparameters_error(own: str, group: dist.ProcessGroup | None, when: str) -> DesyncError:
+    """Return the error of hyperparameters that differ.
+
+    Args:
+        own: What `hyperparameters_of` returned.
+        group: Ranks that compared.
+        when: Which step they are of, for the message.
+
+    Collective.
+    """
+    payloads, index_of_rank = all_gather_bytes(own.encode(), group)
+    found = [json.loads(payloads[index]) for index in index_of_rank]
+    places = [(index, name) for index, one in enumerate(found[0]) for name in one]
+    values = {place: [one[place[0]][place[1]] if place[0] < len(one) else None for one in found] for place in places}
+    index, name = next((place for place in places if any(one != values[place][0] for one in values[place])), (0, "lr"))
+    differing = ", ".join(f"rank {rank} {value}" for rank, value in enumerate(values.get((index, name), ())))
+    return DesyncError(
+        f"the ranks have other values of {name!r} in param_groups[{index}] {when}: {differing}. Probably a scheduler is"
+        " stepped with each rank's own metric, as ReduceLROnPlateau with a local loss: give it that of all ranks, as in"
+        " scheduler.step(booster.gather_for_metrics(loss.detach().reshape(1)).mean())"
+    )
+
+
 def _version_of(parameter: nn.Parameter) -> int:
     return -1 if parameter.is_inference() else parameter._version
 
@@ -332,6 +379,27 @@ def refuse_conversion(model: nn.Module, fn: Callable[[torch.Tensor], torch.Tenso
                 f"the boosted model was to become {probe.dtype} on {probe.device}, by .to(), .half() or the like, and"
                 f" is {parameter.dtype} on {parameter.device}, where its {where}: do it before boost()"
             )
+
+
+def check_save_pretrained(module: nn.Module, is_sharded: Callable[[nn.Module], bool]) -> None:
+    """Let `save_pretrained` of a model of transformers raise where it would write this rank's shards only. In place.
+
+    Args:
+        module: The user's model.
+        is_sharded: Whether the model's parameters are shards when `save_pretrained` is called; a module's function.
+    """
+    if hasattr(module, "save_pretrained"):
+        module.save_pretrained = partial(_save_pretrained, module.save_pretrained, is_sharded)  # type: ignore[assignment, arg-type]
+
+
+def _save_pretrained(original: Any, is_sharded: Callable[[nn.Module], bool], *args: Any, **kwargs: Any) -> Any:
+    if kwargs.get("state_dict") is None and is_sharded(original.__self__):
+        raise ConfigError(
+            "save_pretrained() of a sharded model would write this rank's shards only: write"
+            " booster.save_model(model, directory, shard=True) on all ranks, which from_pretrained() reads, or for an"
+            " adapter of peft pass the saved weights as state_dict="
+        )
+    return original(*args, **kwargs)
 
 
 def refuse_quantized_weights(model: nn.Module, plugin: str, reason: str) -> None:

@@ -238,7 +238,8 @@ class StreamReader(IterableDataset[Any]):
                     if (stop - position) % size == 0:
                         is_own = ((stop - position) // size - 1) % num_turns == turn
                         keeps_state = is_own and shard.can_load_state
-                        states.append(_copied(self.dataset.state_dict()) if keeps_state else None)
+                        # A copy, as the state may be the dataset's own objects, which change as it reads ahead.
+                        states.append(copy.deepcopy(self.dataset.state_dict()) if keeps_state else None)
             if len(samples) < (size if shard.drop_last else 1):
                 return
             batch = [samples.popleft() for _ in range(min(size, len(samples)))]
@@ -276,14 +277,6 @@ class StreamReader(IterableDataset[Any]):
                         " it into a loader of the same dataset"
                     )
         return source
-
-
-def _copied(state: Any) -> Any:
-    """Return a copy of a state, which may be the dataset's own object and change as it reads; of large ones in part."""
-    kinds = (dict, list, set)
-    if type(state) is dict:
-        return {key: copy.copy(value) if type(value) in kinds else value for key, value in state.items()}
-    return copy.copy(state) if type(state) in kinds else state
 
 
 @contextmanager

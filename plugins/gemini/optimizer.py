@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.comm import all_reduce_sum, any_rank, collective_device, group_size
+from booster.comm import all_reduce_sum, collective_device, group_size
 from booster.core.shard_aware import shard_state, update_master
 from booster.errors import ConfigError
 from booster.interface import Shard, Shards, TensorSlice, TensorSpec
@@ -426,15 +426,15 @@ class GeminiOptimizer(ShardedOptimizer):
 
         Also reduces gradients that did not come from a backward. Collective over the data-parallel ranks.
         """
-        group = self._settings.control_group or self.data_parallel_group
         params, updates = self._trained_params(), list(self._updates.values())
         flags = [param.is_used for param in params] + [update.chunk.has_grad_shard for update in updates]
         is_unreduced = any(chunk.has_gradients for chunk in self._manager.chunks)
-        *agreed, is_any_unreduced = any_rank([*flags, is_unreduced], group)
+        *agreed, is_any_unreduced = self._any_rank_in_step([*flags, is_unreduced])
         if is_any_unreduced:
             self._manager.reduction.reduce_late_grads()
             self._manager.pool.trim()
-            *agreed, _ = any_rank([*flags[: len(params)], *(one.chunk.has_grad_shard for one in updates), False], group)
+            has_sums = [one.chunk.has_grad_shard for one in updates]
+            agreed = self._any_rank_in_step([*flags[: len(params)], *has_sums])
         for param, is_used in zip(params, agreed, strict=False):
             param.is_used = is_used
         return [update for update, has_sums in zip(updates, agreed[len(params) :], strict=True) if has_sums]

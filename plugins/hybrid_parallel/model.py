@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from booster.device import current_device
 from booster.errors import BoosterError, CheckpointError, ConfigError, format_list
 from booster.interface import ModelWrapper, Shard
 from booster.kernels.checksum import tensor_crc32
+from booster.plugins.base import check_save_pretrained
 from booster.plugins.low_level_zero.model import ZeroModel
 from booster.pytree import iter_tensors, map_tensors
 from booster.rng_state import get_rng_state, set_rng_state
@@ -126,8 +126,8 @@ class HybridModel(ZeroModel):
         self.first_model_rank = mesh.rank_at(pp=0, sp=0, tp=0) if self.model_parallel_size > 1 else None
         self.tensor_parallel_size = 1 if tp_group is None else tp_group.size
         is_partial = tp_group is not None or stage_model is not None or bool(self._experts)
-        if is_partial and hasattr(module, "save_pretrained"):
-            module.save_pretrained = partial(_save_pretrained, module.save_pretrained)  # type: ignore[assignment, arg-type]
+        if is_partial:
+            check_save_pretrained(module, _holds_shards)
         self._stage_model = stage_model
         self._stage = mesh.rank("pp")
         self.last_pipeline_run = None
@@ -513,14 +513,8 @@ def _numbers_of_heads(config: Any) -> Iterator[int]:
         yield from _numbers_of_heads(value)
 
 
-def _save_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if kwargs.get("state_dict") is None:
-        raise ConfigError(
-            "save_pretrained() of a sharded model would write this rank's shards only: write"
-            " booster.save_model(model, directory, shard=True) on all ranks, which from_pretrained() reads, or for an"
-            " adapter of peft pass the saved weights as state_dict="
-        )
-    return original(*args, **kwargs)
+def _holds_shards(_: nn.Module) -> bool:
+    return True
 
 
 def _is_close(buffer: torch.Tensor, first: torch.Tensor) -> bool:

@@ -21,6 +21,7 @@ from booster.comm import (
     all_reduce_max,
     all_reduce_numbers,
     all_reduce_sum,
+    any_rank_or_different,
     collective_device,
     group_size,
     host_group,
@@ -35,7 +36,7 @@ from booster.errors import ConfigError, format_list
 from booster.fault_tolerance.progress import in_phase
 from booster.interface import LossScaler, OptimizerWrapper, Shard, ShardAware, Shards, TensorSlice
 from booster.kernels.flat_buffers import sum_of_squares, supports_sum_of_squares
-from booster.plugins.base import DistributedModel
+from booster.plugins.base import DistributedModel, checksum_bytes, hyperparameters_error, hyperparameters_of
 
 from .config import GradClipConfig, ShardGroups
 from .elementwise import takes_empty_groups
@@ -496,6 +497,20 @@ class ShardedOptimizer(OptimizerWrapper):
 
     def _any_rank(self, flags: Sequence[bool]) -> list[bool]:
         return [number > 0 for number in all_reduce_numbers([float(one) for one in flags], self.data_parallel_group)]
+
+    def _any_rank_in_step(self, flags: Sequence[bool]) -> list[bool]:
+        """Return the logical or of each flag over the data-parallel ranks, which compare their hyperparameters.
+
+        Raises:
+            DesyncError: These differ.
+
+        Collective over the data-parallel ranks.
+        """
+        own, group = hyperparameters_of(self.optim), self._groups.control_group or self.data_parallel_group
+        agreed, differs = any_rank_or_different(flags, checksum_bytes(own), group)
+        if any(differs):
+            raise hyperparameters_error(own, group, "in this step, of which nothing was done")
+        return agreed
 
     @torch.no_grad()
     def _restore_memory(self) -> None:

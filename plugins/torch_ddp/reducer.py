@@ -29,7 +29,7 @@ from booster.comm import (
 from booster.errors import ConfigError, DesyncError
 from booster.fault_tolerance.collective_errors import translate_errors
 from booster.fault_tolerance.failure_diagnosis import CollectiveId
-from booster.plugins.base import ForwardWrites, taking_hooks
+from booster.plugins.base import ForwardWrites, checksum_bytes, hyperparameters_error, taking_hooks
 from booster.plugins.sync_batch_norm import synchronize_buffers
 
 from .config import DDPConfig
@@ -87,17 +87,20 @@ class Progress:
         has_num_items: Whether backward() was given num_items.
         num_averaged: Number of microbatches that the gradient is divided by; 0 with num_items.
         clipping: Checksum of the limits that the last step was clipped to, and the bits of the last of them.
+        hyperparameters: What `hyperparameters_of` returned of the last step.
     """
 
     num_steps: int = 0
     has_num_items: bool = False
     num_averaged: int = 1
     clipping: tuple[int, int] = NOT_CLIPPED
+    hyperparameters: str = ""
 
     def bytes(self) -> tuple[int, ...]:
         """Return what the ranks compare."""
         checksum = self.clipping[0]
-        return self.num_steps & 255, self.has_num_items, self.num_averaged & 255, checksum & 255, checksum >> 8 & 255
+        counts = self.num_steps & 255, self.has_num_items, self.num_averaged & 255
+        return (*counts, checksum & 255, checksum >> 8 & 255, *checksum_bytes(self.hyperparameters))
 
     def numbers(self) -> list[int]:
         """Return all that the ranks tell each other once they differ."""
@@ -258,9 +261,10 @@ class Reducer:
             self.reduce()
         self._note_reduced()
 
-    def end_step(self, num_steps: int, clipping: tuple[int, int]) -> None:
-        """Note the end of a step of the model's optimizer, how many there were, and what it was clipped to."""
+    def end_step(self, num_steps: int, clipping: tuple[int, int], hyperparameters: str) -> None:
+        """Note the end of a step of the model's optimizer, and what ranks compare of it; see `Progress`."""
         self.progress.num_steps, self.progress.clipping = num_steps, clipping
+        self.progress.hyperparameters = hyperparameters
         self._stepped_at = _num_backwards
 
     def reduce_after_backward(self) -> None:
@@ -519,11 +523,14 @@ class Reducer:
                 " the same steps on every rank, and backward() in each microbatch, or give num_items to backward(),"
                 " which divides by the items of all microbatches"
             )
-        raise DesyncError(
-            f"the ranks have clipped the gradients of step {self.progress.num_steps} differently, and their weights"
-            f" differ: {_of_ranks(clipping)}. Clip on every rank, to the same limit, and begin again from a checkpoint"
-            " from before"
-        )
+        if len(set(clipping)) > 1:
+            raise DesyncError(
+                f"the ranks have clipped the gradients of step {self.progress.num_steps} differently, and their weights"
+                f" differ: {_of_ranks(clipping)}. Clip on every rank, to the same limit, and begin again from a"
+                " checkpoint from before"
+            )
+        when = f"in step {self.progress.num_steps}, so that their weights differ"
+        raise hyperparameters_error(self.progress.hyperparameters, self._control_group, when)
 
     def _form_buckets(self) -> None:
         """Assign trainable parameters to buckets, if the set of trainable parameters has changed."""

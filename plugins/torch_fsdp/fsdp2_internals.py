@@ -531,6 +531,12 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     return type(module).__mro__[2]
 
 
+def keep_class_name(module: nn.Module) -> None:
+    """Give the class that `fully_shard` has made of a module's class that one's name, which transformers looks up."""
+    made, original = type(module), original_class(module)
+    made.__name__, made.__qualname__, made.__module__ = original.__name__, original.__qualname__, original.__module__
+
+
 @contextmanager
 def detached_from_fsdp(model: nn.Module) -> Iterator[None]:
     """Remove temporarily what `fully_shard` and this package have added to the modules of a model.

@@ -23,7 +23,7 @@ from booster.core.plain_torch import refuse_transforms
 from booster.errors import CheckpointError, ConfigError
 from booster.interface import TensorSlice
 from booster.kernels.checksum import tensor_crc32
-from booster.plugins.base import DistributedModel, refuse_conversion
+from booster.plugins.base import DistributedModel, check_save_pretrained, refuse_conversion
 from booster.plugins.sharding.collective_order import CollectiveKind, CollectiveOrder
 from booster.plugins.sharding.deferred_init import sharded_copy_error
 from booster.plugins.sharding.optimizer import replaced_memory_error
@@ -84,6 +84,7 @@ class FSDPModel(DistributedModel):
         for one in module.modules():
             if isinstance(one, FSDPModule):
                 vars(one)[DEEPCOPY] = functools.partial(_refuse_copy, original_class(one))
+        check_save_pretrained(module, _holds_shards)
         _hook_autograd_grad()
         _models.add(self)
 
@@ -425,6 +426,10 @@ class FSDPModel(DistributedModel):
         if self._is_gathered:
             return super().tied_names()
         return {names[0]: tuple(names[1:]) for names, _ in self._named_state(self.param_of) if len(names) > 1}
+
+
+def _holds_shards(module: nn.Module) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())  # not inside of `gathered()`
 
 
 def _refuse_copy(module_class: type[nn.Module], memo: dict[int, Any]) -> nn.Module:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.comm import all_reduce_sum, any_rank, collective_device, group_size
+from booster.comm import all_reduce_sum, collective_device, group_size
 from booster.core.param_redistribution import assign_owners
 from booster.core.shard_aware import shard_state
 from booster.interface import LossScaler, Shard, Shards
@@ -252,7 +252,7 @@ class FSDPOptimizer(ShardedOptimizer):
             self.model.replicated_params.has_gradients,
             *(one.is_used for one in params),
         ]
-        agreed = iter(any_rank(flags, self._groups.control_group or self.data_parallel_group))
+        agreed = iter(self._any_rank_in_step(flags))
         unreduced = [group for group in groups if next(agreed)]
         reduced = [group for group in groups if next(agreed)]
         has_replicated = next(agreed)

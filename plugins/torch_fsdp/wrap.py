@@ -28,7 +28,7 @@ from booster.plugins.sharding.collective_order import CollectiveOrder
 from booster.plugins.sharding.deferred_init import Materializer
 
 from .config import FSDPConfig, check_reshard_after_forward
-from .fsdp2_internals import ShardedParam, fsdp2_param_groups, initialize_root
+from .fsdp2_internals import ShardedParam, fsdp2_param_groups, initialize_root, keep_class_name
 from .model import FSDPModel
 from .param_group import ParamGroup, ViewSafeOutputs
 from .shard_update import ReplicatedParam, ReplicatedParams
@@ -392,6 +392,7 @@ class FSDPModelBuilder:
             offload_policy=self.config.offload_policy(self.device),
             ignored_params=set(replicated),
         )
+        keep_class_name(plan.module)
         for parameter in own:  # the optimizer still refers to them
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import run_ranks
+import torch.distributed as dist
+from harness import RanksFailed, run_ranks
 from lr_scheduler_cases import CASES, hyperparameters
 from torch import nn
 
@@ -98,3 +99,22 @@ def test_a_schedule_goes_on_under_another_plugin(tmp_path, name, saved, loaded):
         for found_rates, found_losses in of_ranks:
             assert found_rates == rates[part]
             assert found_losses == pytest.approx(losses[part], rel=1e-5)  # ranks add gradients in another order
+
+
+def step_by_own_losses(plugin: str) -> None:
+    torch.manual_seed(0)
+    booster = Booster(plugin=plugin, mixed_precision="fp32")
+    model = nn.Linear(8, 1)
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, "min", 0.1, 0)
+    for step in range(4):
+        booster.backward(model(torch.ones(2, 8).to(booster.device)).square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step(float(-step if dist.get_rank() == 0 else step))  # only the second rank's becomes worse
+
+
+@pytest.mark.parametrize("plugin", ["torch_ddp", "low_level_zero", "gemini", "torch_fsdp", "hybrid_parallel"])
+def test_learning_rates_that_differ_between_ranks_are_an_error(plugin):
+    with pytest.raises(RanksFailed, match=r"'lr' in param_groups\[0\] in .*step.*: rank 0 0\.1, rank 1 0\.01.*gather"):
+        run_ranks(step_by_own_losses, 2, plugin)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from fsdp_model_cases import ONE_LEVEL, grid
 from fsdp_twins import STRATEGIES, FSDPTwins, small_units
@@ -19,6 +21,12 @@ from gemini_models import (
 )
 from harness import distributed
 from torch import nn
+from zoo import needs_transformers
+
+from booster import Booster
+from booster.device import current_device
+from booster.errors import ConfigError
+from booster.plugins import TorchFSDPPlugin
 
 pytestmark = pytest.mark.on_device
 
@@ -169,3 +177,24 @@ def _of_dataclass(model, x, backward, rank, step):
 def test_structured_inputs_and_outputs(strategy, model, loop, policy):
     arguments = {} if policy is None else {"auto_wrap_policy": small_units(policy)}
     FSDPTwins(seeded(model), loop, **STRATEGIES[strategy], **arguments).train().assert_equal()
+
+
+@needs_transformers
+@distributed(world_size=2)
+def test_transformers_sees_the_classes_of_the_users_modules(tmp_path):
+    from transformers import LlamaConfig, LlamaModel
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    raw = LlamaModel(LlamaConfig(vocab_size=32, attn_implementation="eager", **sizes))
+    booster = Booster(plugin=TorchFSDPPlugin())
+    model, *_ = booster.boost(raw, torch.optim.AdamW(raw.parameters()))
+    assert type(raw).__name__ == "LlamaModel"
+    tokens = torch.arange(8, device=current_device())[None]
+    outputs = model(input_ids=tokens, output_hidden_states=True, output_attentions=True)
+    assert (len(outputs.hidden_states), len(outputs.attentions)) == (3, 2)
+    booster.save_model(model, tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["architectures"] == ["LlamaModel"]
+    with pytest.raises(ConfigError, match=r"write booster\.save_model"):
+        raw.save_pretrained(tmp_path / "other")
+    with model.gathered():
+        raw.save_pretrained(tmp_path / f"own{dist.get_rank()}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from itertools import islice
@@ -399,18 +400,19 @@ def test_a_collate_function_of_a_stream_draws_other_numbers_on_each_rank(num_wor
 def test_a_stream_may_return_its_own_state_object():
     class Live(IterableDataset):
         def __init__(self):
-            self.state = {"next": 0}
+            self.state = {"place": {"file": {"next": 0}}}
 
         def state_dict(self):
             return self.state
 
         def load_state_dict(self, state):
-            self.state = dict(state)
+            self.state = copy.deepcopy(state)
 
         def __iter__(self):
-            first, self.state["next"] = self.state["next"], 0
+            place = self.state["place"]["file"]
+            first, place["next"] = place["next"], 0
             for number in range(first, 23):
-                self.state["next"] = number + 1
+                place["next"] = number + 1
                 yield number
 
     loaders = [prepare_dataloader(Live(), 2, dp_rank=rank, dp_size=2) for rank in range(2)]
