@@ -344,6 +344,8 @@ class OptimizerState:
         lost = sorted(set(self.optimizer.optim.defaults) - stored - _IMPLEMENTATION_CHOICES)
         if theirs != ours and lost and values["param_groups"]:
             yield f"the state is of a {theirs}, which lacks {', '.join(lost)}, and this is a {ours}"
+        elif theirs not in (None, ours) and _are_different_in_torch(theirs, ours):
+            yield f"the state is of a {theirs}, and this is a {ours}, which computes another update"
         is_uncorrected = any(group.get("bias_correction") is False for group in values["param_groups"])
         if is_uncorrected and isinstance(optimizer, torch.optim.Adam):
             yield f"the state is of a {theirs} with bias_correction=False, and {ours} always corrects"
@@ -368,6 +370,11 @@ class OptimizerState:
                 yield f"{name!r} has shape {tuple(shape)} in the checkpoint, {here} here"
         unknown = [full for full in specs if full.rsplit(".", 1)[0] not in values["shapes"]]
         yield from (f"tensor {full!r} belongs to no stored parameter" for full in sorted(unknown))
+
+
+def _are_different_in_torch(*names: str) -> bool:
+    """Return whether these are names of torch's optimizers, which compute different updates."""
+    return set(names) != {"Adam", "AdamW"} and all(isinstance(getattr(torch.optim, name, None), type) for name in names)
 
 
 def _are_numbers(names: Collection[str]) -> bool:

@@ -196,7 +196,8 @@ class Trainer(TrainerState):
         self._start_at(train_loader, resume)
         with ExitStack() as self.resources, self._fitting():
             self._hooks.call("before_fit", self)
-            self.model.train()
+            if not self.model.unwrap().training:  # else layers that the user has frozen in evaluation mode stay so
+                self.model.train()
             while not self._is_done:
                 self._run_epoch()
             self._hooks.call("after_fit", self)

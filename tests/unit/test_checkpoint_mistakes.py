@@ -52,6 +52,15 @@ def test_another_kind_of_optimizer_is_refused_untouched(tmp_path, saved, loaded)
     assert repr(optimizer.state_dict()) == before
 
 
+@pytest.mark.parametrize("loaded", [torch.optim.Adamax, torch.optim.RAdam])
+def test_another_optimizer_with_the_same_hyperparameters_is_refused(tmp_path, loaded):
+    booster, model, optimizer, *_ = _job(AdamW)
+    booster.save(tmp_path / "c", model, optimizer)
+    booster, model, other, *_ = _job(loaded)
+    with pytest.raises(CheckpointError, match=f"is of a AdamW, and this is a {loaded.__name__}, which computes another"):
+        booster.load(tmp_path / "c", model, other)
+
+
 def test_an_optimizer_of_the_same_arithmetic_is_taken(tmp_path):
     booster, model, optimizer, *_ = _job(Adam)
     booster.save(tmp_path / "c", model, optimizer)

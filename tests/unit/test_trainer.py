@@ -137,6 +137,16 @@ def test_evaluations_leave_frozen_layers_in_their_mode():
     assert hook.seen == [False] * len(loader)
 
 
+def test_fit_leaves_frozen_layers_in_their_mode():
+    trainer, loader = make()
+    trainer.model.unwrap().layer.eval()
+    trainer.fit(loader, epochs=1)
+    assert not trainer.model.unwrap().layer.training
+    trainer.model.eval()
+    trainer.fit(loader, epochs=1)
+    assert trainer.model.unwrap().layer.training
+
+
 def test_metrics_are_means_over_samples_or_tokens():
     def length(outputs, targets):
         return outputs.abs().sum(1)
