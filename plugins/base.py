@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import zlib
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar, get_type_hints
 
@@ -262,48 +263,67 @@ class ForwardWrites:
         )
 
 
-def hyperparameters_of(optim: Optimizer) -> str:
-    """Return the numbers in an optimizer's param groups, such as learning rates, as JSON for the ranks to compare."""
-    names = [name for name, value in optim.defaults.items() if isinstance(value, (int, float, tuple, torch.Tensor))]
-    return json.dumps([{name: _number_of(group.get(name)) for name in names} for group in optim.param_groups])
+@dataclass(frozen=True, slots=True)
+class Hyperparameters:
+    """Numbers in an optimizer's param groups, such as learning rates, for the ranks to compare.
+
+    Attributes:
+        names: Name of each number of a group, of which a tuple such as betas has several.
+        numbers: Numbers of all groups, one group after the other.
+    """
+
+    names: Sequence[str] = ()
+    numbers: Sequence[float] = ()
+
+    @classmethod
+    def of(cls, optim: Optimizer) -> Hyperparameters:
+        """Return those that have a number or a tuple as default."""
+        defaults = [(name, value) for name, value in optim.defaults.items() if type(value) in (float, int, tuple)]
+        names = [name for name, value in defaults for _ in range(len(value) if type(value) is tuple else 1)]
+        numbers: list[float] = []
+        for group in optim.param_groups:
+            for name, default in defaults:
+                value = group.get(name)
+                if type(default) is tuple:
+                    numbers.extend(value or default)
+                else:
+                    numbers.append(value)  # type: ignore[arg-type]  # in most cases a float
+        return cls(names, numbers)
+
+    def bytes(self) -> tuple[int, int]:
+        """Return two bytes that differ where the numbers do."""
+        try:
+            packed = array("d", self.numbers)
+        except TypeError:
+            packed = array("d", map(_float_of, self.numbers))
+        checksum = zlib.crc32(packed)
+        return checksum & 255, checksum >> 8 & 255
+
+    def error(self, group: dist.ProcessGroup | None, when: str) -> DesyncError:
+        """Return the error of numbers that differ; `when` says in which step. Collective over the group."""
+        payloads, index_of_rank = all_gather_bytes(json.dumps(list(map(_float_of, self.numbers))).encode(), group)
+        of_ranks = list(zip(*(json.loads(payloads[index]) for index in index_of_rank), strict=False))
+        place = next((index for index, one in enumerate(of_ranks) if len(set(one)) > 1), None)
+        where = "of their param groups"
+        if place is not None:
+            index, name = divmod(place, len(self.names))
+            values = ", ".join(f"rank {rank} {value:g}" for rank, value in enumerate(of_ranks[place]))
+            where = f"of {self.names[name]!r} in param_groups[{index}], {values}"
+        return DesyncError(
+            f"the ranks have other values {when} {where}: probably a scheduler is stepped with each rank's own metric,"
+            " as ReduceLROnPlateau with a local loss. Give it that of all ranks, as in"
+            " scheduler.step(booster.gather_for_metrics(loss.detach().reshape(1)).mean())"
+        )
 
 
-def _number_of(value: Any) -> Any:
+NO_HYPERPARAMETERS = Hyperparameters()
+
+
+def _float_of(value: Any) -> float:
     if isinstance(value, torch.Tensor):
         # Not from an accelerator, which the host would wait for in each step.
-        return float(value) if value.device.type == "cpu" and value.numel() == 1 else None
-    if isinstance(value, tuple):
-        return [_number_of(one) for one in value]
-    return value if isinstance(value, (int, float)) else None
-
-
-def checksum_bytes(text: str) -> tuple[int, int]:
-    """Return two bytes that differ where texts do, for `any_rank_or_different`."""
-    checksum = zlib.crc32(text.encode())
-    return checksum & 255, checksum >> 8 & 255
-
-
-def hyperparameters_error(own: str, group: dist.ProcessGroup | None, when: str) -> DesyncError:
-    """Return the error of hyperparameters that differ.
-
-    Args:
-        own: What `hyperparameters_of` returned.
-        group: Ranks that compared.
-        when: Which step they are of, for the message.
-
-    Collective.
-    """
-    payloads, index_of_rank = all_gather_bytes(own.encode(), group)
-    found = [json.loads(payloads[index]) for index in index_of_rank]
-    places = [(index, name) for index, one in enumerate(found[0]) for name in one]
-    values = {place: [one[place[0]][place[1]] if place[0] < len(one) else None for one in found] for place in places}
-    index, name = next((place for place in places if any(one != values[place][0] for one in values[place])), (0, "lr"))
-    differing = ", ".join(f"rank {rank} {value}" for rank, value in enumerate(values.get((index, name), ())))
-    return DesyncError(
-        f"the ranks have other values of {name!r} in param_groups[{index}] {when}: {differing}. Probably a scheduler is"
-        " stepped with each rank's own metric, as ReduceLROnPlateau with a local loss: give it that of all ranks, as in"
-        " scheduler.step(booster.gather_for_metrics(loss.detach().reshape(1)).mean())"
-    )
+        return float(value) if value.device.type == "cpu" and value.numel() == 1 else 0.0
+    return float(value) if isinstance(value, (int, float)) else 0.0
 
 
 def _version_of(parameter: nn.Parameter) -> int:

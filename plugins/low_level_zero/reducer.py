@@ -19,7 +19,7 @@ from booster.comm import (
     start_reduce_scatter,
 )
 from booster.errors import ConfigError
-from booster.plugins.base import ForwardWrites, checksum_bytes, hyperparameters_error, taking_hooks
+from booster.plugins.base import NO_HYPERPARAMETERS, ForwardWrites, Hyperparameters, taking_hooks
 from booster.plugins.sharding.config import ShardGroups, ZeroConfig
 
 from .flat_params import FlatGroup
@@ -223,13 +223,13 @@ class GradientReducer:
     # At the end of an accumulation.
 
     @torch.no_grad()
-    def finish(self, hyperparameters: str) -> None:
+    def finish(self, hyperparameters: Hyperparameters) -> None:
         """Reduce all gradients that any rank has not reduced yet, and sum the shards over the replicas.
 
         Marks a parameter as used if any rank had a gradient for it. Collective over the data-parallel ranks.
 
         Args:
-            hyperparameters: What `hyperparameters_of` returned, for the ranks to compare.
+            hyperparameters: Those of the optimizer, for the ranks to compare.
         """
         unreduced = self.sync_used_params(hyperparameters)
         for bucket in unreduced:  # before the first is issued: it copies gradients that reach into the next one
@@ -254,11 +254,11 @@ class GradientReducer:
             all_reduce_sum(bucket.grad_shard, replicas)
             bucket.is_summed = bucket.is_unsharded
 
-    def sync_used_params(self, hyperparameters: str = "") -> list[GradientBucket]:
+    def sync_used_params(self, hyperparameters: Hyperparameters = NO_HYPERPARAMETERS) -> list[GradientBucket]:
         """Mark every parameter for which any rank had a gradient in this accumulation as used.
 
         Args:
-            hyperparameters: What `hyperparameters_of` returned, for the ranks to compare; optional.
+            hyperparameters: Those of the optimizer, for the ranks to compare; optional.
 
         Returns:
             The buckets in which any rank has unreduced gradients.
@@ -276,12 +276,12 @@ class GradientReducer:
         foreign = [one.name for one in self.param_grads if one.parameter.grad is not None and not one.is_local]
         flags = [one.is_used for one in self.param_grads] + local + [bool(foreign)]
         writes = self._writes.bytes()
-        numbers = [*writes, *checksum_bytes(hyperparameters)]
+        numbers = [*writes, *hyperparameters.bytes()]
         flags, differs = any_rank_or_different(flags, numbers, self._control_group)
         if any(differs[: len(writes)]):
             raise self._writes.error()
         if any(differs):
-            raise hyperparameters_error(hyperparameters, self._control_group, "in this step, of which nothing was done")
+            raise hyperparameters.error(self._control_group, "in this step, of which nothing was done,")
         self._writes.forget()
         if flags.pop():
             raise ConfigError(

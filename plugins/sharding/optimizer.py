@@ -36,7 +36,7 @@ from booster.errors import ConfigError, format_list
 from booster.fault_tolerance.progress import in_phase
 from booster.interface import LossScaler, OptimizerWrapper, Shard, ShardAware, Shards, TensorSlice
 from booster.kernels.flat_buffers import sum_of_squares, supports_sum_of_squares
-from booster.plugins.base import DistributedModel, checksum_bytes, hyperparameters_error, hyperparameters_of
+from booster.plugins.base import DistributedModel, Hyperparameters
 
 from .config import GradClipConfig, ShardGroups
 from .elementwise import takes_empty_groups
@@ -506,10 +506,10 @@ class ShardedOptimizer(OptimizerWrapper):
 
         Collective over the data-parallel ranks.
         """
-        own, group = hyperparameters_of(self.optim), self._groups.control_group or self.data_parallel_group
-        agreed, differs = any_rank_or_different(flags, checksum_bytes(own), group)
+        own, group = Hyperparameters.of(self.optim), self._groups.control_group or self.data_parallel_group
+        agreed, differs = any_rank_or_different(flags, own.bytes(), group)
         if any(differs):
-            raise hyperparameters_error(own, group, "in this step, of which nothing was done")
+            raise own.error(group, "in this step, of which nothing was done,")
         return agreed
 
     @torch.no_grad()

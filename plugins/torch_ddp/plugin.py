@@ -26,11 +26,11 @@ from booster.lazy_init import check_materialized, move_to_device
 from booster.mixed_precision import mixed_precision_names
 from booster.plugins.base import (
     DistributedPlugin,
+    Hyperparameters,
     WrappedPair,
     arguments_of,
     check_gradients_add_up,
     check_weights_stay_equal,
-    hyperparameters_of,
 )
 from booster.plugins.sync_batch_norm import convert_batch_norm
 from booster.pytree import map_tensors
@@ -245,7 +245,7 @@ class DDPOptimizer(OptimizerWrapper):
     def _end_step(self) -> None:
         super()._end_step()
         if self.model.reducer is not None:
-            self.model.reducer.end_step(self._num_steps, self._clipping, hyperparameters_of(self.optim))
+            self.model.reducer.end_step(self._num_steps, self._clipping, Hyperparameters.of(self.optim))
         self._clipping = NOT_CLIPPED
 
     def _note_clipping(self, limit: float) -> None:

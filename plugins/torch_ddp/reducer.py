@@ -29,7 +29,7 @@ from booster.comm import (
 from booster.errors import ConfigError, DesyncError
 from booster.fault_tolerance.collective_errors import translate_errors
 from booster.fault_tolerance.failure_diagnosis import CollectiveId
-from booster.plugins.base import ForwardWrites, checksum_bytes, hyperparameters_error, taking_hooks
+from booster.plugins.base import NO_HYPERPARAMETERS, ForwardWrites, Hyperparameters, taking_hooks
 from booster.plugins.sync_batch_norm import synchronize_buffers
 
 from .config import DDPConfig
@@ -87,20 +87,20 @@ class Progress:
         has_num_items: Whether backward() was given num_items.
         num_averaged: Number of microbatches that the gradient is divided by; 0 with num_items.
         clipping: Checksum of the limits that the last step was clipped to, and the bits of the last of them.
-        hyperparameters: What `hyperparameters_of` returned of the last step.
+        hyperparameters: Those of the last step.
     """
 
     num_steps: int = 0
     has_num_items: bool = False
     num_averaged: int = 1
     clipping: tuple[int, int] = NOT_CLIPPED
-    hyperparameters: str = ""
+    hyperparameters: Hyperparameters = NO_HYPERPARAMETERS
 
     def bytes(self) -> tuple[int, ...]:
         """Return what the ranks compare."""
         checksum = self.clipping[0]
         counts = self.num_steps & 255, self.has_num_items, self.num_averaged & 255
-        return (*counts, checksum & 255, checksum >> 8 & 255, *checksum_bytes(self.hyperparameters))
+        return (*counts, checksum & 255, checksum >> 8 & 255, *self.hyperparameters.bytes())
 
     def numbers(self) -> list[int]:
         """Return all that the ranks tell each other once they differ."""
@@ -261,7 +261,7 @@ class Reducer:
             self.reduce()
         self._note_reduced()
 
-    def end_step(self, num_steps: int, clipping: tuple[int, int], hyperparameters: str) -> None:
+    def end_step(self, num_steps: int, clipping: tuple[int, int], hyperparameters: Hyperparameters) -> None:
         """Note the end of a step of the model's optimizer, and what ranks compare of it; see `Progress`."""
         self.progress.num_steps, self.progress.clipping = num_steps, clipping
         self.progress.hyperparameters = hyperparameters
@@ -529,8 +529,9 @@ class Reducer:
                 f" differ: {_of_ranks(clipping)}. Clip on every rank, to the same limit, and begin again from a"
                 " checkpoint from before"
             )
-        when = f"in step {self.progress.num_steps}, so that their weights differ"
-        raise hyperparameters_error(self.progress.hyperparameters, self._control_group, when)
+        raise self.progress.hyperparameters.error(
+            self._control_group, f"in step {self.progress.num_steps}, after which their weights differ,"
+        )
 
     def _form_buckets(self) -> None:
         """Assign trainable parameters to buckets, if the set of trainable parameters has changed."""

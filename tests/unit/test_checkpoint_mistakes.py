@@ -57,7 +57,7 @@ def test_another_optimizer_with_the_same_hyperparameters_is_refused(tmp_path, lo
     booster, model, optimizer, *_ = _job(AdamW)
     booster.save(tmp_path / "c", model, optimizer)
     booster, model, other, *_ = _job(loaded)
-    with pytest.raises(CheckpointError, match=f"is of a AdamW, and this is a {loaded.__name__}, which computes another"):
+    with pytest.raises(CheckpointError, match=f"of a AdamW, and this is a {loaded.__name__}, which computes another"):
         booster.load(tmp_path / "c", model, other)
 
 
