@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from abc import ABC, abstractmethod
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar, get_type_hints
 
@@ -20,7 +18,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from booster.comm import (
-    all_gather_bytes,
     check_same_across_ranks,
     group_rank,
     group_size,
@@ -33,7 +30,7 @@ from booster.core.compiling import not_compiled
 from booster.core.shard_spec import shard_spec_of
 from booster.data import shard_dataloader
 from booster.device import current_device
-from booster.errors import ConfigError, DesyncError, format_list
+from booster.errors import ConfigError, format_list
 from booster.interface import Boosted, ModelWrapper, OptimizerWrapper, Plugin
 from booster.kernels.checksum import tensor_crc32
 from booster.validation import error_of
@@ -261,69 +258,6 @@ class ForwardWrites:
             " write weights between steps, to equal values on all ranks, or register what follows from the batch, such"
             " as a codebook, as a buffer, which is made equal"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Hyperparameters:
-    """Numbers in an optimizer's param groups, such as learning rates, for the ranks to compare.
-
-    Attributes:
-        names: Name of each number of a group, of which a tuple such as betas has several.
-        numbers: Numbers of all groups, one group after the other.
-    """
-
-    names: Sequence[str] = ()
-    numbers: Sequence[float] = ()
-
-    @classmethod
-    def of(cls, optim: Optimizer) -> Hyperparameters:
-        """Return those that have a number or a tuple as default."""
-        defaults = [(name, value) for name, value in optim.defaults.items() if type(value) in (float, int, tuple)]
-        names = [name for name, value in defaults for _ in range(len(value) if type(value) is tuple else 1)]
-        numbers: list[float] = []
-        for group in optim.param_groups:
-            for name, default in defaults:
-                value = group.get(name)
-                if type(default) is tuple:
-                    numbers.extend(value or default)
-                else:
-                    numbers.append(value)  # type: ignore[arg-type]  # in most cases a float
-        return cls(names, numbers)
-
-    def bytes(self) -> tuple[int, int]:
-        """Return two bytes that differ where the numbers do."""
-        try:
-            packed = array("d", self.numbers)
-        except TypeError:
-            packed = array("d", map(_float_of, self.numbers))
-        checksum = zlib.crc32(packed)
-        return checksum & 255, checksum >> 8 & 255
-
-    def error(self, group: dist.ProcessGroup | None, when: str) -> DesyncError:
-        """Return the error of numbers that differ; `when` says in which step. Collective over the group."""
-        payloads, index_of_rank = all_gather_bytes(json.dumps(list(map(_float_of, self.numbers))).encode(), group)
-        of_ranks = list(zip(*(json.loads(payloads[index]) for index in index_of_rank), strict=False))
-        place = next((index for index, one in enumerate(of_ranks) if len(set(one)) > 1), None)
-        where = "of their param groups"
-        if place is not None:
-            index, name = divmod(place, len(self.names))
-            values = ", ".join(f"rank {rank} {value:g}" for rank, value in enumerate(of_ranks[place]))
-            where = f"of {self.names[name]!r} in param_groups[{index}], {values}"
-        return DesyncError(
-            f"the ranks have other values {when} {where}: probably a scheduler is stepped with each rank's own metric,"
-            " as ReduceLROnPlateau with a local loss. Give it that of all ranks, as in"
-            " scheduler.step(booster.gather_for_metrics(loss.detach().reshape(1)).mean())"
-        )
-
-
-NO_HYPERPARAMETERS = Hyperparameters()
-
-
-def _float_of(value: Any) -> float:
-    if isinstance(value, torch.Tensor):
-        # Not from an accelerator, which the host would wait for in each step.
-        return float(value) if value.device.type == "cpu" and value.numel() == 1 else 0.0
-    return float(value) if isinstance(value, (int, float)) else 0.0
 
 
 def _version_of(parameter: nn.Parameter) -> int:

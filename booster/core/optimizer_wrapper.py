@@ -254,6 +254,7 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         """
         if self._defers_step:
             return None
+        self._note_clipping(max_norm)
         self._unscale_gradients()
         norm = self._accumulation.norm = self._last_norm = self._total_norm(norm_type)
         if error_if_nonfinite and not torch.isfinite(norm):
@@ -261,7 +262,6 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
                 f"the gradient norm of order {norm_type} is {norm.item()}: a loss or a gradient is not finite. Find it"
                 " with torch.autograd.set_detect_anomaly(True), or pass error_if_nonfinite=False"
             )
-        self._note_clipping(max_norm)
         if self._accumulation.factors is not None:
             self._accumulation.factors.clip(max_norm, norm)
         elif not self._accumulation.found_nonfinite:
@@ -276,9 +276,9 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
         """
         if self._defers_step:
             return
+        self._note_clipping(clip_value)
         self._unscale_gradients()
         self._apply_factors()
-        self._note_clipping(clip_value)
         parameters = [one for one in self._optimized_parameters() if one.grad is not None]
         if parameters:  # this rank may have no shard, and torch's function fails without gradients
             _clip_by_value(parameters, clip_value)
@@ -466,8 +466,8 @@ class OptimizerWrapper(DeprecatedOverrides, Optimizer):
     def _reduce_and_unscale(self) -> list[torch.Tensor]:
         accumulation = self._accumulation
         scale = 1.0 if self.loss_scaler is None else self.loss_scaler.scale
-        factor = accumulation.unscale_factor(scale, self.data_parallel_group, self.model.first_model_rank)
-        factor *= self._finish_reduction()
+        factor = self._finish_reduction()  # first: in it, ranks compare what the factor follows from
+        factor *= accumulation.unscale_factor(scale, self.data_parallel_group, self.model.first_model_rank)
         if self._can_fuse_unscaling():
             accumulation.factors = UnscaleFactors(factor)
         elif self.master_weights is not None:

@@ -14,7 +14,6 @@ from booster.comm import group_size
 from booster.core.shard_aware import shard_state
 from booster.errors import CheckpointError
 from booster.interface import Shard, Shards, shard_spec_of
-from booster.plugins.base import Hyperparameters
 from booster.plugins.sharding.config import ShardGroups, ZeroConfig
 from booster.plugins.sharding.optimizer import ShardedOptimizer, replaced_memory_error
 from booster.plugins.sharding.optimizer_state import ShardedOptimizerState, ShardedPendingGradients
@@ -235,7 +234,8 @@ class ZeroOptimizer(ShardedOptimizer):
     def _finish_reduction(self) -> float:
         self._cached_norm = None
         self._part.reduce_tied_gradients(self._reducer)
-        self._reducer.finish(Hyperparameters.of(self.optim))
+        self._reducer.finish(self._current_settings())
+        self.step_settings.forget_clipping()
         self._start_copies_to_host()
         for bucket in self._reducer.buckets:
             sums = bucket.host_grad_shard if self._is_copied(bucket) else bucket.grad_shard

@@ -19,8 +19,9 @@ from booster.comm import (
     start_reduce_scatter,
 )
 from booster.errors import ConfigError
-from booster.plugins.base import NO_HYPERPARAMETERS, ForwardWrites, Hyperparameters, taking_hooks
+from booster.plugins.base import ForwardWrites, taking_hooks
 from booster.plugins.sharding.config import ShardGroups, ZeroConfig
+from booster.plugins.step_settings import StepSettings
 
 from .flat_params import FlatGroup
 from .grad_bucket import (
@@ -223,15 +224,15 @@ class GradientReducer:
     # At the end of an accumulation.
 
     @torch.no_grad()
-    def finish(self, hyperparameters: Hyperparameters) -> None:
+    def finish(self, settings: StepSettings) -> None:
         """Reduce all gradients that any rank has not reduced yet, and sum the shards over the replicas.
 
         Marks a parameter as used if any rank had a gradient for it. Collective over the data-parallel ranks.
 
         Args:
-            hyperparameters: Those of the optimizer, for the ranks to compare.
+            settings: Those of the step, for the ranks to compare.
         """
-        unreduced = self.sync_used_params(hyperparameters)
+        unreduced = self.sync_used_params(settings)
         for bucket in unreduced:  # before the first is issued: it copies gradients that reach into the next one
             self._detach_grad_shard(bucket)
         for bucket in unreduced:
@@ -254,18 +255,18 @@ class GradientReducer:
             all_reduce_sum(bucket.grad_shard, replicas)
             bucket.is_summed = bucket.is_unsharded
 
-    def sync_used_params(self, hyperparameters: Hyperparameters = NO_HYPERPARAMETERS) -> list[GradientBucket]:
+    def sync_used_params(self, settings: StepSettings | None = None) -> list[GradientBucket]:
         """Mark every parameter for which any rank had a gradient in this accumulation as used.
 
         Args:
-            hyperparameters: Those of the optimizer, for the ranks to compare; optional.
+            settings: Those of the step, for the ranks to compare; optional.
 
         Returns:
             The buckets in which any rank has unreduced gradients.
 
         Raises:
             ConfigError: A `.grad` on any rank does not come from a backward, or forwards wrote other weights on each.
-            DesyncError: Hyperparameters differ.
+            DesyncError: The settings differ.
 
         Collective over the data-parallel ranks.
         """
@@ -276,12 +277,12 @@ class GradientReducer:
         foreign = [one.name for one in self.param_grads if one.parameter.grad is not None and not one.is_local]
         flags = [one.is_used for one in self.param_grads] + local + [bool(foreign)]
         writes = self._writes.bytes()
-        numbers = [*writes, *hyperparameters.bytes()]
+        numbers = [*writes, *(() if settings is None else settings.bytes())]
         flags, differs = any_rank_or_different(flags, numbers, self._control_group)
         if any(differs[: len(writes)]):
             raise self._writes.error()
-        if any(differs):
-            raise hyperparameters.error(self._control_group, "in this step, of which nothing was done,")
+        if any(differs) and settings is not None:
+            raise settings.error(self._control_group)
         self._writes.forget()
         if flags.pop():
             raise ConfigError(

@@ -8,7 +8,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -36,7 +36,8 @@ from booster.errors import ConfigError, format_list
 from booster.fault_tolerance.progress import in_phase
 from booster.interface import LossScaler, OptimizerWrapper, Shard, ShardAware, Shards, TensorSlice
 from booster.kernels.flat_buffers import sum_of_squares, supports_sum_of_squares
-from booster.plugins.base import DistributedModel, Hyperparameters
+from booster.plugins.base import DistributedModel
+from booster.plugins.step_settings import Hyperparameters, StepSettings
 
 from .config import GradClipConfig, ShardGroups
 from .elementwise import takes_empty_groups
@@ -499,18 +500,33 @@ class ShardedOptimizer(OptimizerWrapper):
         return [number > 0 for number in all_reduce_numbers([float(one) for one in flags], self.data_parallel_group)]
 
     def _any_rank_in_step(self, flags: Sequence[bool]) -> list[bool]:
-        """Return the logical or of each flag over the data-parallel ranks, which compare their hyperparameters.
+        """Return the logical or of each flag over the data-parallel ranks, which compare the settings of the step.
 
         Raises:
             DesyncError: These differ.
 
         Collective over the data-parallel ranks.
         """
-        own, group = Hyperparameters.of(self.optim), self._groups.control_group or self.data_parallel_group
-        agreed, differs = any_rank_or_different(flags, own.bytes(), group)
+        settings, group = self._current_settings(), self._groups.control_group or self.data_parallel_group
+        agreed, differs = any_rank_or_different(flags, settings.bytes(), group)
         if any(differs):
-            raise own.error(group, "in this step, of which nothing was done,")
+            raise settings.error(group)
+        settings.forget_clipping()
         return agreed
+
+    @cached_property
+    def step_settings(self) -> StepSettings:
+        """What ranks compare of a step."""
+        return StepSettings()
+
+    def _current_settings(self) -> StepSettings:
+        settings = self.step_settings
+        settings.num_steps, settings.hyperparameters = self._num_steps, Hyperparameters.of(self.optim)
+        settings.note_items(self._accumulation.num_items, self._accumulation.num_averaged)
+        return settings
+
+    def _note_clipping(self, limit: float) -> None:
+        self.step_settings.note_clipping(limit)
 
     @torch.no_grad()
     def _restore_memory(self) -> None:

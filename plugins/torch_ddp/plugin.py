@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import struct
-import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -26,17 +23,17 @@ from booster.lazy_init import check_materialized, move_to_device
 from booster.mixed_precision import mixed_precision_names
 from booster.plugins.base import (
     DistributedPlugin,
-    Hyperparameters,
     WrappedPair,
     arguments_of,
     check_gradients_add_up,
     check_weights_stay_equal,
 )
+from booster.plugins.step_settings import Hyperparameters
 from booster.plugins.sync_batch_norm import convert_batch_norm
 from booster.pytree import map_tensors
 
 from .config import DDPConfig
-from .reducer import NOT_CLIPPED, CommHook, Reducer
+from .reducer import CommHook, Reducer
 
 # Reducers of the user's models, which may outlive their wrappers. As attributes they would be copied and pickled.
 _reducers: WeakKeyDictionary[nn.Module, Reducer] = WeakKeyDictionary()
@@ -194,7 +191,6 @@ class DDPOptimizer(OptimizerWrapper):
 
     model: DDPModel
     _checked: Sequence[tuple[list[nn.Parameter], int]] = ()
-    _clipping = NOT_CLIPPED  # since the last step
 
     def _begin_accumulation(self, num_items: float | None) -> None:
         lists = [(group["params"], len(group["params"])) for group in self.param_groups]
@@ -204,10 +200,9 @@ class DDPOptimizer(OptimizerWrapper):
             self._checked = lists
         super()._begin_accumulation(num_items)
         if self.model.reducer is not None:
-            accumulation, progress = self._accumulation, self.model.reducer.progress
-            progress.has_num_items = accumulation.num_items is not None
-            # The sum of any number of microbatches is divided by the items of all ranks.
-            progress.num_averaged = 0 if progress.has_num_items else max(1, accumulation.num_averaged)
+            settings = self.model.reducer.settings
+            settings.note_items(self._accumulation.num_items, self._accumulation.num_averaged)
+            settings.hyperparameters = Hyperparameters.of(self.optim)
 
     def _check_known(self, parameters: Sequence[Any], where: str) -> None:
         reducer = self.model.reducer
@@ -245,13 +240,11 @@ class DDPOptimizer(OptimizerWrapper):
     def _end_step(self) -> None:
         super()._end_step()
         if self.model.reducer is not None:
-            self.model.reducer.end_step(self._num_steps, self._clipping, Hyperparameters.of(self.optim))
-        self._clipping = NOT_CLIPPED
+            self.model.reducer.end_step(self._num_steps)
 
     def _note_clipping(self, limit: float) -> None:
-        if float(limit) < math.inf:  # else it computes the norm alone, which one rank may do
-            packed = struct.pack("<d", limit)
-            self._clipping = (zlib.crc32(packed, self._clipping[0]), int.from_bytes(packed, "little", signed=True))
+        if self.model.reducer is not None:
+            self.model.reducer.settings.note_clipping(limit)
 
     def restore_accumulation(self, accumulation: AccumulationState, num_microbatches: int) -> None:
         super().restore_accumulation(accumulation, num_microbatches)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import struct
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, TypeAlias
 
@@ -19,17 +17,17 @@ from torch.utils.hooks import RemovableHandle
 
 from booster.comm import (
     AllReduce,
-    all_gather_numbers,
     all_reduce_sparse,
     any_rank,
     any_rank_or_different,
     group_size,
     start_all_reduce,
 )
-from booster.errors import ConfigError, DesyncError
+from booster.errors import ConfigError
 from booster.fault_tolerance.collective_errors import translate_errors
 from booster.fault_tolerance.failure_diagnosis import CollectiveId
-from booster.plugins.base import NO_HYPERPARAMETERS, ForwardWrites, Hyperparameters, taking_hooks
+from booster.plugins.base import ForwardWrites, taking_hooks
+from booster.plugins.step_settings import StepSettings
 from booster.plugins.sync_batch_norm import synchronize_buffers
 
 from .config import DDPConfig
@@ -75,53 +73,6 @@ _due: list[Reducer] = []
 _numbers = itertools.count()
 
 
-NOT_CLIPPED = (0, 0)
-
-
-@dataclass(slots=True)
-class Progress:
-    """What must be equal on all ranks in a backward that averages gradients.
-
-    Attributes:
-        num_steps: Number of steps of the model's optimizer.
-        has_num_items: Whether backward() was given num_items.
-        num_averaged: Number of microbatches that the gradient is divided by; 0 with num_items.
-        clipping: Checksum of the limits that the last step was clipped to, and the bits of the last of them.
-        hyperparameters: Those of the last step.
-    """
-
-    num_steps: int = 0
-    has_num_items: bool = False
-    num_averaged: int = 1
-    clipping: tuple[int, int] = NOT_CLIPPED
-    hyperparameters: Hyperparameters = NO_HYPERPARAMETERS
-
-    def bytes(self) -> tuple[int, ...]:
-        """Return what the ranks compare."""
-        checksum = self.clipping[0]
-        counts = self.num_steps & 255, self.has_num_items, self.num_averaged & 255
-        return (*counts, checksum & 255, checksum >> 8 & 255, *self.hyperparameters.bytes())
-
-    def numbers(self) -> list[int]:
-        """Return all that the ranks tell each other once they differ."""
-        return [self.num_steps, self.has_num_items, self.num_averaged, *self.clipping]
-
-    @classmethod
-    def from_numbers(cls, numbers: Sequence[int]) -> Progress:
-        num_steps, has_num_items, num_averaged, *clipping = numbers
-        return cls(num_steps, bool(has_num_items), num_averaged, (clipping[0], clipping[1]))
-
-    def described(self) -> tuple[str, ...]:
-        """Return how a message describes each of them."""
-        (limit,) = struct.unpack("<d", self.clipping[1].to_bytes(8, "little", signed=True))
-        return (
-            f"after step {self.num_steps}",
-            f"{'gave' if self.has_num_items else 'did not give'} num_items",
-            f"averages {self.num_averaged}",
-            "not at all" if self.clipping == NOT_CLIPPED else f"to {limit:g}",
-        )
-
-
 class Reducer:
     """Averages the gradients of a replicated model over the ranks; see Note [Gradient reduction].
 
@@ -149,7 +100,7 @@ class Reducer:
         self._overlaps = overlaps
         self._has_optimizer = has_optimizer
         self._number = next(_numbers)
-        self.progress = Progress()
+        self.settings = StepSettings()
         self._stepped_at = _num_backwards
         self._synchronizes = True
         self._reduces_now = self._reduced_in_backward = False
@@ -261,10 +212,9 @@ class Reducer:
             self.reduce()
         self._note_reduced()
 
-    def end_step(self, num_steps: int, clipping: tuple[int, int], hyperparameters: Hyperparameters) -> None:
-        """Note the end of a step of the model's optimizer, and what ranks compare of it; see `Progress`."""
-        self.progress.num_steps, self.progress.clipping = num_steps, clipping
-        self.progress.hyperparameters = hyperparameters
+    def end_step(self, num_steps: int) -> None:
+        """Note the end of a step of the model's optimizer, and how many there were."""
+        self.settings.num_steps = num_steps
         self._stepped_at = _num_backwards
 
     def reduce_after_backward(self) -> None:
@@ -475,14 +425,14 @@ class Reducer:
                 self._raise_early_step()
             return self._static_use, [False] * len(self._buckets)
         repeated = [any(grad.is_local for grad in bucket.grads) for bucket in self._buckets]
+        writes = self.writes.bytes()
         flags, differs = any_rank_or_different(
-            [*mine, *repeated, self._early is not None],
-            [*self.writes.bytes(), *self.progress.bytes()],
-            self._control_group,
+            [*mine, *repeated, self._early is not None], [*writes, *self.settings.bytes()], self._control_group
         )
         if any(differs):
-            self._raise_difference(is_written=any(differs[: len(self.writes.bytes())]))
+            raise self.writes.error() if any(differs[: len(writes)]) else self.settings.error(self._control_group)
         self.writes.forget()
+        self.settings.forget_clipping()
         if flags.pop():
             self._raise_early_step()
         used, repeated = flags[: len(mine)], flags[len(mine) :]
@@ -498,39 +448,6 @@ class Reducer:
             f"a hook in backward, as of register_post_accumulate_grad_hook(), has written {name} or cleared its .grad"
             " before the ranks have averaged it, as an optimizer in backward does, so that the ranks' weights differ:"
             " leave the hook out, and call step() after backward(), where .grad has the mean"
-        )
-
-    def _raise_difference(self, *, is_written: bool) -> NoReturn:
-        """Raise what the ranks have done differently. Collective."""
-        if is_written:
-            raise self.writes.error()
-        ranks = [Progress.from_numbers(row) for row in all_gather_numbers(self.progress.numbers(), self._control_group)]
-        steps, items, averaged, clipping = zip(*(one.described() for one in ranks), strict=True)
-        if len(set(steps)) > 1:
-            raise DesyncError(
-                f"the ranks average gradients of different steps: {_of_ranks(steps)}. A rank has left out a backward()"
-                " before its step, as of a batch that it skipped: call backward() equally often on every rank, for a"
-                " batch without a loss with model(inputs).sum() * 0, or leave out optimizer.step() on all ranks"
-            )
-        if len(set(items)) > 1:
-            raise DesyncError(
-                f"some ranks sum their losses, and others average: {_of_ranks(items)}. Give num_items to backward() on"
-                " every rank or on none, 0 for a batch without any"
-            )
-        if len(set(averaged)) > 1:
-            raise DesyncError(
-                f"the ranks average different numbers of microbatches: {_of_ranks(averaged)}. Call accumulate() with"
-                " the same steps on every rank, and backward() in each microbatch, or give num_items to backward(),"
-                " which divides by the items of all microbatches"
-            )
-        if len(set(clipping)) > 1:
-            raise DesyncError(
-                f"the ranks have clipped the gradients of step {self.progress.num_steps} differently, and their weights"
-                f" differ: {_of_ranks(clipping)}. Clip on every rank, to the same limit, and begin again from a"
-                " checkpoint from before"
-            )
-        raise self.progress.hyperparameters.error(
-            self._control_group, f"in step {self.progress.num_steps}, after which their weights differ,"
         )
 
     def _form_buckets(self) -> None:
@@ -560,10 +477,6 @@ class Reducer:
                 if uses_views:
                     move_into_view(grad)
         return buckets
-
-
-def _of_ranks(descriptions: Sequence[str]) -> str:
-    return ", ".join(f"rank {rank} {one}" for rank, one in enumerate(descriptions))
 
 
 def _sparse_mean(parameter: nn.Parameter) -> torch.Tensor:
