@@ -142,6 +142,24 @@ class OptimizerState:
             "num_skipped_steps": self.optimizer.num_skipped_steps,
         }
 
+    def names_by_order(self, values: Mapping[str, Any]) -> dict[str, str]:
+        """Return the user's names of a torch optimizer's parameters, which are stored by numbers, in its order.
+
+        Args:
+            values: Stored plain values.
+
+        Returns:
+            Names by stored number; none if the state isn't of a torch optimizer without names, or has other groups.
+        """
+        theirs = [group["params"] for group in values["param_groups"]]
+        ours = [[name for name, _ in group] for group in self._groups()]
+        is_by_number = values.get("optimizer", "") is None and _are_numbers(
+            [name for group in theirs for name in group]
+        )
+        if not is_by_number or [len(group) for group in theirs] != [len(group) for group in ours]:
+            return {}
+        return {number: name for pair in zip(theirs, ours, strict=True) for number, name in zip(*pair, strict=True)}
+
     def check(self, specs: Mapping[str, TensorSpec], values: Mapping[str, Any]) -> None:
         """Raise one error that lists all mismatches between a stored state and this optimizer.
 
@@ -341,9 +359,11 @@ class OptimizerState:
         optimizer = self.optimizer.optim
         ours, theirs = type(optimizer).__name__, values.get("optimizer")
         stored = {key for group in values["param_groups"] for key in group}
-        lost = sorted(set(self.optimizer.optim.defaults) - stored - _IMPLEMENTATION_CHOICES)
+        lost = sorted(set(optimizer.defaults) - stored - _IMPLEMENTATION_CHOICES)
+        if theirs is None:  # of a torch file, of a version that may lack flags
+            lost = [key for key in lost if not isinstance(optimizer.defaults[key], bool)]
         if theirs != ours and lost and values["param_groups"]:
-            yield f"the state is of a {theirs}, which lacks {', '.join(lost)}, and this is a {ours}"
+            yield f"the state is of a {theirs or 'optimizer'}, which lacks {', '.join(lost)}, and this is a {ours}"
         elif theirs not in (None, ours) and _are_different_in_torch(theirs, ours):
             yield f"the state is of a {theirs}, and this is a {ours}, which computes another update"
         is_uncorrected = any(group.get("bias_correction") is False for group in values["param_groups"])
@@ -364,7 +384,8 @@ class OptimizerState:
                 if names:
                     listed = format_list((repr(name) for name in sorted(names)), _MAX_LISTED)
                     yield f"group {index}: {listed} {'is' if len(names) == 1 else 'are'} {where}"
-        for name, shape in values["shapes"].items():
+        known = {name: shape for name, shape in values["shapes"].items() if shape is not None}
+        for name, shape in known.items():
             here = self._layout(named[name]).logical_shape if name in named else tuple(shape)
             if tuple(shape) != here:
                 yield f"{name!r} has shape {tuple(shape)} in the checkpoint, {here} here"

@@ -22,6 +22,7 @@ from booster.interface import TensorSpec
 
 from .json import parse_json
 from .manifest import FileRecord, RangeRecord, check_ranges_cover, decode_ranges, encode_ranges
+from .optimizer_values import from_torch_state_dict
 from .safetensors import HEADER_LENGTH_BYTES, MAX_HEADER_BYTES, parse_header
 
 # A directory has a manifest; a single file embeds its checksums. Its metadata holds the ranges with their checksums
@@ -216,6 +217,8 @@ class _TorchFile:
         if isinstance(content, Mapping) and set(content) == {"state", "values"} and isinstance(content["values"], str):
             self.metadata = {GROUPS_KEY: content["values"]}
             content = content["state"]
+        elif isinstance(content, Mapping) and {"state", "param_groups"} <= set(content):
+            content, self.metadata[GROUPS_KEY] = from_torch_state_dict(content, str(self.path))
         self._tensors = _checked_tensors(content, str(self.path))
         self.specs = {
             name: TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in self._tensors.items()
@@ -281,12 +284,6 @@ def _load_torch(storage: Storage, file: OpenFile) -> Any:
 def _checked_tensors(content: Any, source_name: str) -> dict[str, torch.Tensor]:
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{source_name} holds a {type(content).__name__}: save a state_dict, tensors by name")
-    if set(content) == {"state", "param_groups"}:
-        raise CheckpointError(
-            f"{source_name} holds the state_dict of a torch optimizer, which knows parameters by numbers only: load it"
-            " into such an optimizer that is built from names, as AdamW(model.named_parameters()), by its"
-            " load_state_dict(), save that one with save_optimizer(), and load the result"
-        )
     for name, tensor in content.items():
         is_dense_on_cpu = (
             type(tensor) in (torch.Tensor, torch.nn.Parameter)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.checkpoint_io.formats.optimizer_values import MASTER_SUFFIX, parse_values
+from booster.checkpoint_io.formats.optimizer_values import MASTER_SUFFIX, parse_values, renamed
 from booster.checkpoint_io.layout import EXCLUDES_FROZEN, MODEL, OPTIMIZER, FileKind
 from booster.checkpoint_io.parallel import CheckpointGroup
 from booster.checkpoint_io.storage import Storage
@@ -433,6 +433,7 @@ class OptimizerLoad:
         self._optimizer = optimizer
         self._path = path
         self._action = f"loading the optimizer from {path}"
+        self._stored_name: dict[str, str] = {}  # of tensors that have another name in the file
 
     def check(self) -> None:
         """Open, compare and verify. Collective.
@@ -447,9 +448,13 @@ class OptimizerLoad:
                 raise CheckpointError(
                     f"{self._path} holds no param groups: it is not an optimizer checkpoint of save_optimizer"
                 )
-            values = parse_values(stored.groups, stored.specs, str(self._path))
+            specs, values = stored.specs, parse_values(stored.groups, stored.specs, str(self._path))
             state = self._optimizer.checkpoint_state()
-            state.check(stored.specs, values)
+            names = state.names_by_order(values)
+            if names:
+                specs, values, self._stored_name = renamed(specs, values, names)
+            state.check(specs, values)
+            self._specs = specs
             return state, values, {part.name for part in state.master_slices()}
 
         self._state, self._values, masters = self._loader.ranks.run_on_all_ranks(compare, self._action)
@@ -463,8 +468,9 @@ class OptimizerLoad:
         loader, stored = self._loader, self._stored
 
         def allocate() -> tuple[list[tuple[str, TensorSlice]], list[tuple[str, TensorSlice]]]:
-            slices = self._state.allocate(stored.specs, self._values)
-            return [(tensor_slice.name, tensor_slice) for tensor_slice in slices], list(self._unused_masters())
+            slices = self._state.allocate(self._specs, self._values)
+            named = [(self._stored_name.get(one.name, one.name), one) for one in slices]
+            return named, list(self._unused_masters())
 
         named, in_parameters = loader.ranks.run_on_all_ranks(allocate, self._action)
         read_slices_on_all_ranks(

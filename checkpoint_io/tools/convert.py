@@ -18,7 +18,7 @@ import torch
 
 from booster.checkpoint_io.commit import paths_in, replaced_file
 from booster.checkpoint_io.formats.json import MAX_JSON_BYTES
-from booster.checkpoint_io.formats.optimizer_values import MASTER_SUFFIX, parse_values
+from booster.checkpoint_io.formats.optimizer_values import MASTER_SUFFIX, PARAMETER_NAMES, parse_values
 from booster.checkpoint_io.layout import (
     BIN_SUFFIXES,
     MODEL,
@@ -354,7 +354,6 @@ def _check_target(storage: Storage, source: CheckpointContents, target: Path, *,
 # built over the same parameters in the same order. Two more keys are ignored by torch: the names of the parameters by
 # number and, on request, their fp32 master weights. These are not in "state", because load_state_dict would round them
 # to the parameters' dtype.
-PARAMETER_NAMES = "parameter_names"
 MASTER_WEIGHTS = "master_weights"
 
 
