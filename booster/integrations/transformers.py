@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from booster.booster import Booster
-from booster.comm import check_same_across_ranks, group_size
+from booster.comm import all_gather_equal, check_same_across_ranks
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
+from booster.pytree import map_tensors
 from booster.validation import error_of
 
 if TYPE_CHECKING:
@@ -156,9 +158,9 @@ class BoosterTrainer(Trainer):
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Do nothing: boost() places the model, of which a rank may hold a part."""
 
-    def get_tp_size(self) -> int:
-        """Return the number of ranks that compute each batch together."""
-        return group_size() // self.booster.plugin.dp_size
+    def get_total_train_batch_size(self, args: Any = None) -> int:
+        """Return the number of samples of a step of the optimizer, over all ranks."""
+        return self._train_batch_size * self.args.gradient_accumulation_steps * self.booster.plugin.dp_size
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor | None:
         return self.booster.clip_grad_norm_(self.optimizer, self.args.max_grad_norm)
@@ -267,6 +269,18 @@ class _BoosterAccelerator:
     def backward(self, loss: torch.Tensor, **_: Any) -> None:
         """Compute gradients."""
         self._booster.backward(loss, self._trainer.optimizer)
+
+    # Trainer divides by the number of processes, and sums what it gathers, such as numbers of tokens. Ranks that compute
+    # a batch together count once.
+
+    @property
+    def num_processes(self) -> int:
+        """Number of data-parallel ranks."""
+        return self._booster.plugin.dp_size
+
+    def gather(self, data: Any) -> Any:
+        """Return the tensors of the data-parallel ranks, one after another. Collective."""
+        return map_tensors(functools.partial(all_gather_equal, group=self._booster.plugin.data_group), data)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:

@@ -141,6 +141,34 @@ def test_losses_norms_and_metrics_are_those_of_one_process(name, accumulate, tmp
         torch.testing.assert_close(found[3], weights, rtol=1e-5, atol=1e-6)
 
 
+def count_tokens(name, folder, given):
+    """Losses, and the number of tokens seen: of the Trainer in one process, or of a BoosterTrainer."""
+    data = {"train_dataset": make_dataset(48, 1)}
+    if name is None:
+        trainer = Trainer(model=make_model(), args=arguments_for(folder, **given), **data)
+    else:
+        trainer = make_trainer(name, folder, **given)
+    trainer.train()
+    assert trainer.get_total_train_batch_size(trainer.args) == 16
+    return losses_of(trainer), trainer.state.num_input_tokens_seen
+
+
+@pytest.mark.parametrize("averages", [True, False])
+def test_ranks_that_compute_a_batch_together_count_it_once(averages, tmp_path):
+    given = {
+        "max_steps": 3,
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "include_num_input_tokens_seen": True,
+        "average_tokens_across_devices": averages,
+    }
+    [(losses, num_tokens)] = run_ranks(count_tokens, 1, None, tmp_path / "plain", given)
+    assert num_tokens == 3 * 16 * 8
+    for found in run_ranks(count_tokens, 2, "tp", tmp_path / "tp", given):
+        torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(losses), rtol=1e-5, atol=1e-6)
+        assert found[1] == num_tokens
+
+
 @distributed(world_size=2)
 @pytest.mark.parametrize("name", list(PLUGINS))
 def test_resume_in_the_middle_of_an_epoch_is_exact(name, tmp_path):
