@@ -254,7 +254,12 @@ class _BoosterAccelerator:
 
     def prepare(self, one: Any) -> Any:
         """Return a loader of this rank's samples; a boosted optimizer is returned unchanged."""
-        return self._booster.prepare_dataloader(one) if isinstance(one, DataLoader) else one
+        if not isinstance(one, DataLoader):
+            return one
+        args = self._trainer.args
+        seed = args.seed if args.data_seed is None else args.data_seed
+        has_generator = one.generator is not None or getattr(one.sampler, "generator", None) is not None
+        return self._booster.prepare_dataloader(one, seed=None if has_generator else seed)
 
     def unwrap_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
         """Return the user's model."""

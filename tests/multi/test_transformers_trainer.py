@@ -217,6 +217,19 @@ def test_the_best_model_is_loaded_and_a_second_train_goes_further(name, tmp_path
 
 
 @distributed(world_size=2)
+def test_the_order_follows_the_seeds_of_the_arguments(tmp_path):
+    def order_of(sampler=None, **given):
+        trainer = make_trainer("ddp", tmp_path, train_sampling_strategy="random", **given)
+        if sampler is not None:
+            trainer._get_train_sampler = lambda *_: sampler
+        return trainer.get_train_dataloader().state_dict()["seed"]
+
+    assert [order_of(seed=1), order_of(seed=2), order_of(seed=1, data_seed=5)] == [1, 2, 5]
+    users = torch.utils.data.RandomSampler(make_dataset(48, 1), generator=torch.Generator().manual_seed(7))
+    assert order_of(users, seed=1) == 7
+
+
+@distributed(world_size=2)
 def test_batches_of_equal_lengths_are_found_again(tmp_path):
     given = {"train_sampling_strategy": "group_by_length", "max_steps": 9}
     whole = make_trainer("ddp", tmp_path / "a", **given)
