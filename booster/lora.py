@@ -165,6 +165,12 @@ def _text(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else f"of shape {shape}"
 
 
+def has_adapters(model: ModelWrapper) -> bool:
+    """Return whether a boosted model is a `peft.PeftModel`; False without peft."""
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(model.unwrap(), peft.PeftModel)
+
+
 def check_adapters(model: ModelWrapper) -> None:
     """Raise `ConfigError` if a boosted model has no adapters."""
     adapted = model.unwrap()
@@ -217,10 +223,9 @@ def adapter_files(model: ModelWrapper, *, saves_embeddings: bool) -> dict[str, A
 def frozen_names(model: ModelWrapper) -> frozenset[str]:
     """Return the frozen parameters on this rank that are in no adapter. Inactive adapters are frozen, too."""
     adapted: Any = model.unwrap()
-    peft = sys.modules.get("peft")
     own: set[str] = set()
-    if peft is not None and isinstance(adapted, peft.PeftModel):
-        names = (_names_in_file(peft, adapted, name, saves_embeddings=False) for name in adapted.peft_config)
+    if has_adapters(model):
+        names = (_names_in_file(_peft(), adapted, name, saves_embeddings=False) for name in adapted.peft_config)
         own = {key for of_adapter in names for key in of_adapter}
     tied = model.tied_names()
     frozen = {

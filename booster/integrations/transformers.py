@@ -16,6 +16,7 @@ from booster.booster import Booster
 from booster.comm import all_gather_equal, check_same_across_ranks
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
+from booster.lora import has_adapters
 from booster.pytree import map_tensors
 from booster.validation import error_of
 
@@ -184,13 +185,19 @@ class BoosterTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model and the processing class for `from_pretrained`, in shards. Collective.
 
+        Of a `PeftModel` the adapters are saved, as Trainer does; a checkpoint holds both.
+
         Args:
             output_dir: Directory; optional, defaults to the `output_dir` of the arguments.
             _internal_call: Whether Trainer calls it for a checkpoint.
         """
         directory = self.args.output_dir if output_dir is None else output_dir
-        if not _internal_call or self.args.save_only_model:
-            self.booster.save_model(self._wrap_model(self.model), directory, shard=True)
+        model = self._wrap_model(self.model)
+        is_adapted = has_adapters(model)
+        if is_adapted:
+            self.booster.save_lora_as_pretrained(model, directory)
+        if self.args.save_only_model or not (_internal_call or is_adapted):
+            self.booster.save_model(model, directory, shard=True)
         if self.processing_class is not None and self.args.should_save:
             self.processing_class.save_pretrained(directory)
         if self.args.push_to_hub and not _internal_call:

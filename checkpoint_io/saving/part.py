@@ -258,6 +258,9 @@ class PlannedPart:
 def config_documents(model: nn.Module) -> dict[str, bytes]:
     """Return the contents of `config.json` and `generation_config.json`, if the model has such configs.
 
+    A model with adapters of peft has none: it forwards its base's configs, by which `from_pretrained` would make a base
+    with other names of tensors, and initialize it at random.
+
     Args:
         model: User's model. Any config with a `to_json_string` method is supported.
 
@@ -266,7 +269,8 @@ def config_documents(model: nn.Module) -> dict[str, bytes]:
     """
     documents: dict[str, bytes] = {}
     config: Any = getattr(model, "config", None)
-    if config is None or not _has_json_text(config):
+    has_adapters = any(type(module).__module__.startswith("peft.") for module in model.modules())
+    if config is None or has_adapters or not _has_json_text(config):
         return documents
     config_copy = copy.deepcopy(config)
     if hasattr(config_copy, "architectures"):

@@ -18,7 +18,7 @@ import torch
 
 from booster.checkpoint_io.commit import Transaction, paths_in
 from booster.checkpoint_io.formats.manifest import FORMAT_VERSION, DocumentRecord, Manifest
-from booster.checkpoint_io.layout import MODEL, TRAINING_STATE_MANIFEST, SaveTarget
+from booster.checkpoint_io.layout import ADAPTER, MODEL, TRAINING_STATE_MANIFEST, SaveTarget
 from booster.checkpoint_io.parallel import CheckpointGroup, as_checkpoint_error, run_in_threads
 from booster.checkpoint_io.planning.save_plan import SavePlan, WriteRange, plan_save
 from booster.checkpoint_io.planning.slices import SliceTable
@@ -376,8 +376,10 @@ class Saver:
         target = request.target
         folder = target.path if target.is_directory else target.path.parent
         replaced = folder / target.names.manifest if target.is_directory else target.path
-        is_part = request.manifest_name is None and self._storage.kind(replaced) is not None
-        if is_part and self._storage.kind(folder / TRAINING_STATE_MANIFEST) is not None:
+        # Adapters beside a training state are no part of it.
+        is_of_state = request.manifest_name is None and target.kind is not ADAPTER
+        replaces = is_of_state and self._storage.kind(replaced) is not None
+        if replaces and self._storage.kind(folder / TRAINING_STATE_MANIFEST) is not None:
             raise CheckpointError(
                 f"{action} to {target.path} would replace a part of the training state in {folder}, which could"
                 " not be loaded any more: give another path, or a directory with prefix=, or save the whole state by"

@@ -217,6 +217,39 @@ def test_the_best_model_is_loaded_and_a_second_train_goes_further(name, tmp_path
 
 
 @distributed(world_size=2)
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_checkpoints_of_a_model_with_adapters_open_with_peft(name, tmp_path):
+    peft = pytest.importorskip("peft")
+
+    def adapted(folder=tmp_path, **given):
+        trainer = make_trainer(name, folder, **given)
+        torch.manual_seed(4)
+        lora = peft.LoraConfig(r=2, target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True)
+        trainer.model = trainer.model_wrapped = peft.get_peft_model(make_model(), lora)
+        return trainer
+
+    saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 0.1}
+    whole = adapted(**saving)
+    whole.train()
+    whole.save_model(str(tmp_path / "final"))
+    expected = {key: value for key, value in joined_over_ranks(whole.model_wrapped).items() if "lora" in key}
+    for folder in (tmp_path / "checkpoint-4", tmp_path / "final"):
+        opened = peft.PeftModel.from_pretrained(make_model(), folder).state_dict()
+        assert all(torch.equal(opened[key], value) for key, value in expected.items())
+        with pytest.raises(OSError):  # noqa: PT011  (it looks for the base, of which the adapter has no name)
+            GPT2LMHeadModel.from_pretrained(folder, local_files_only=True)
+    assert not (tmp_path / "final" / "model.safetensors").exists()
+    resumed = adapted(**saving)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert losses_of(resumed) == losses_of(whole)
+    best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "loss"}
+    trainer = adapted(tmp_path / "best", **saving, **best, save_only_model=True)
+    trainer.train()
+    losses = [one["eval_loss"] for one in trainer.state.log_history if "eval_loss" in one]
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(min(losses), rel=1e-5)
+
+
+@distributed(world_size=2)
 def test_the_order_follows_the_seeds_of_the_arguments(tmp_path):
     def order_of(sampler=None, **given):
         trainer = make_trainer("ddp", tmp_path, train_sampling_strategy="random", **given)

@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
@@ -174,6 +175,21 @@ def test_what_was_loaded_and_changed_is_written_as_save_pretrained_does(tmp_path
     assert model.generation_config.compile_config is not None
     assert b"compile_config" not in documents["generation_config.json"]
     assert documents == _documents(model, tmp_path)
+
+
+def test_adapters_are_saved_without_the_configs_of_their_base(tmp_path):
+    """from_pretrained would make the base of them, find none of its names, and initialize it at random."""
+    lora = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    model, again = (get_peft_model(_build(lambda: _llama(True), seed), lora) for seed in range(2))
+    IO.save_model(ModelWrapper(model), tmp_path / "m", shard=True)
+    with pytest.raises(OSError, match=r"config\.json"):
+        LlamaForCausalLM.from_pretrained(tmp_path / "m", local_files_only=True)
+    IO.load_model(ModelWrapper(again), tmp_path / "m")
+    expected = again.state_dict()
+    assert all(torch.equal(expected[name], value) for name, value in model.state_dict().items())
+    merged = model.merge_and_unload()
+    IO.save_model(ModelWrapper(merged), tmp_path / "merged", shard=True)
+    _assert_equal(AutoModelForCausalLM.from_pretrained(tmp_path / "merged", local_files_only=True), merged)
 
 
 class _Config:
