@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from booster.booster import Booster
 from booster.comm import all_gather_equal, check_same_across_ranks
+from booster.data.dataloader import active_position
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.lora import has_adapters
@@ -272,6 +273,11 @@ class _BoosterAccelerator:
         """Return the user's model."""
         return self._booster.unwrap_model(model)
 
+    @property
+    def gradient_state(self) -> Any:
+        """The flags of an accumulation, and whether the current batch is the last of its loader."""
+        return _GradientState(self._accelerator.gradient_state)
+
     def no_sync(self, model: Any) -> contextlib.AbstractContextManager[None]:
         """Return the context of all batches of a step but the last."""
         if not self._booster.plugin.support_no_sync():
@@ -282,8 +288,8 @@ class _BoosterAccelerator:
         """Compute gradients."""
         self._booster.backward(loss, self._trainer.optimizer)
 
-    # Trainer divides by the number of processes, and sums what it gathers, such as numbers of tokens. Ranks that compute
-    # a batch together count once.
+    # Trainer divides by the number of processes, and sums what it gathers, such as numbers of tokens. Ranks that
+    # compute a batch together count once.
 
     @property
     def num_processes(self) -> int:
@@ -306,3 +312,19 @@ class _BoosterAccelerator:
         if isinstance(data, torch.Tensor) and data.dim() == 1 and rows is not None:
             data = data[:rows]  # Trainer repeats the mean loss of a batch by the batch size of the arguments
         return self._booster.gather_for_metrics(data)
+
+
+class _GradientState:
+    """Accelerate's flags of an accumulation, and the end of the Booster's loaders, which Accelerate does not know."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._state, name)
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the current batch is the last."""
+        position = active_position()
+        return bool(self._state.end_of_dataloader) if position is None else position.is_last

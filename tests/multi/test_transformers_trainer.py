@@ -274,6 +274,27 @@ def test_batches_of_equal_lengths_are_found_again(tmp_path):
     assert losses_of(resumed) == losses_of(whole)
 
 
+class RowCount:
+    """Metric that is computed after the last batch."""
+
+    def __init__(self):
+        self.num_rows = 0
+
+    def __call__(self, prediction, compute_result):
+        self.num_rows += len(prediction.label_ids)
+        if not compute_result:
+            return None
+        num_rows, self.num_rows = self.num_rows, 0
+        return {"rows": float(num_rows)}
+
+
+@distributed(world_size=2)
+def test_metrics_of_batches_are_computed_after_the_last_one(tmp_path):
+    trainer = make_trainer("ddp", tmp_path)
+    trainer.args.batch_eval_metrics, trainer.compute_metrics = True, RowCount()
+    assert [trainer.evaluate()["eval_rows"] for _ in range(2)] == [10, 10]
+
+
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         return iter(make_dataset(48, 1))
