@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,13 +14,15 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from booster.booster import Booster
-from booster.comm import all_gather_equal, check_same_across_ranks
+from booster.checkpoint_io.storage import Storage
+from booster.checkpoint_io.training_state.retention import read_training_manifest
+from booster.comm import all_gather_equal, all_gather_text, check_same_across_ranks, group_rank
 from booster.data.dataloader import active_position
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.lora import has_adapters
 from booster.pytree import map_tensors
-from booster.validation import error_of
+from booster.validation import check_path, error_of
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -102,17 +105,32 @@ class BoosterTrainer(Trainer):
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train as `Trainer.train`. Collective.
 
+        Args:
+            resume_from_checkpoint: Directory of a checkpoint, or True for the last complete one in `output_dir`.
+            *args: Arguments of `Trainer.train`.
+            **kwargs: Arguments of `Trainer.train`.
+
         Raises:
-            ConfigError: The checkpoint to resume from does not exist; on all ranks.
+            ConfigError: There is no such checkpoint, or it has no training state; on all ranks.
+            CheckpointError: A checkpoint is damaged; on all ranks.
         """
-        is_path = isinstance(resume_from_checkpoint, (str, os.PathLike))
-        is_missing = is_path and not os.path.isdir(resume_from_checkpoint)
-        error = ConfigError(
-            f"resume_from_checkpoint={str(resume_from_checkpoint)!r} is not a directory: give one that BoosterTrainer"
-            " has saved, such as 'checkpoint-500', or True for the last one in output_dir"
-        )
-        check_same_across_ranks("BoosterTrainer.train()", [], error=error if is_missing else None)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
+        return super().train(checkpoint, *args, **kwargs)
+
+    def _checkpoint_to_resume(self, given: Any) -> str | None:
+        """Return the directory to resume from, or None for a new start. Collective; rank 0 looks for it."""
+        found: list[str] = []
+
+        def find() -> None:
+            if group_rank() == 0 and given is not None and given is not False:
+                found.append(_last_checkpoint(self.args.output_dir) if given is True else _as_text(given))
+
+        call = "BoosterTrainer.train()"
+        error = error_of(find)
+        checkpoint = next(iter(all_gather_text(call, found, error=error)[0]), None)
+        error = None if checkpoint is None else error_of(functools.partial(_check_checkpoint, checkpoint))
+        check_same_across_ranks(call, [], error=error)
+        return checkpoint
 
     def create_accelerator_and_postprocess(self) -> None:
         """Check the arguments, and let the Booster take the Accelerator's place; see Note [Trainer]. Collective."""
@@ -236,6 +254,38 @@ class BoosterTrainer(Trainer):
         sizes = [one.shape[0] for one in inputs.values() if isinstance(one, torch.Tensor) and one.dim() > 0]
         self.accelerator.num_samples = sizes[0] if sizes else None
         return super().prediction_step(model, inputs, *args, **kwargs)
+
+
+def _is_complete(directory: Path) -> bool:
+    """Return whether both were written: the training state, and after it what Trainer needs to resume."""
+    has_state = read_training_manifest(Storage(), directory) is not None
+    return has_state and (directory / "trainer_state.json").is_file()
+
+
+def _last_checkpoint(output_dir: str) -> str:
+    """Return the complete checkpoint of the highest step; one that a crash left incomplete is passed over."""
+    steps = {path: path.name.removeprefix("checkpoint-") for path in Path(output_dir).glob("checkpoint-*")}
+    found = [path for path, step in steps.items() if step.isdecimal() and _is_complete(path)]
+    if not found:
+        raise ConfigError(
+            f"resume_from_checkpoint=True, and {output_dir!r} has no complete checkpoint of BoosterTrainer: leave it"
+            " out for a new start. save_only_model=True writes none to resume from"
+        )
+    return str(max(found, key=lambda path: int(steps[path])))
+
+
+def _as_text(given: Any) -> str:
+    check_path("resume_from_checkpoint", given)
+    return os.fspath(given)
+
+
+def _check_checkpoint(directory: str) -> None:
+    if not _is_complete(Path(directory)):
+        raise ConfigError(
+            f"resume_from_checkpoint={directory!r} is not a directory with training_state.manifest.json and"
+            " trainer_state.json (a crash, save_only_model=True or another Trainer leaves one without): give one that"
+            " BoosterTrainer has saved, such as 'checkpoint-500', or True for the last complete one in output_dir"
+        )
 
 
 class _BoosterAccelerator:

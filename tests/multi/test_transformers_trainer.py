@@ -13,7 +13,7 @@ preload("transformers.models.gpt2.modeling_gpt2", "transformers.trainer", "accel
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
 from booster import Booster  # noqa: E402
-from booster.comm import group_rank  # noqa: E402
+from booster.comm import barrier, group_rank  # noqa: E402
 from booster.errors import ConfigError  # noqa: E402
 from booster.integrations.transformers import BoosterTrainer  # noqa: E402
 from booster.plugins import (  # noqa: E402
@@ -293,6 +293,26 @@ def test_metrics_of_batches_are_computed_after_the_last_one(tmp_path):
     trainer = make_trainer("ddp", tmp_path)
     trainer.args.batch_eval_metrics, trainer.compute_metrics = True, RowCount()
     assert [trainer.evaluate()["eval_rows"] for _ in range(2)] == [10, 10]
+
+
+@distributed(world_size=2)
+def test_resume_passes_over_what_a_crash_left_incomplete(tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    make_trainer("ddp", tmp_path, max_steps=4, **saving).train()
+    barrier()
+    if group_rank() == 0:
+        (tmp_path / "checkpoint-4" / "trainer_state.json").unlink()  # written after the training state
+        (tmp_path / "checkpoint-9").mkdir()
+    barrier()
+    resumed = make_trainer("ddp", tmp_path, max_steps=4, **saving)
+    for step in (4, 9, 100):
+        with pytest.raises(ConfigError, match=f"checkpoint-{step}' is not a directory with training_state"):
+            resumed.train(resume_from_checkpoint=tmp_path / f"checkpoint-{step}")
+    resumed.train(resume_from_checkpoint=True)
+    assert [one["step"] for one in resumed.state.log_history if "loss" in one] == [1, 2, 3, 4]
+    assert (tmp_path / "checkpoint-4" / "trainer_state.json").exists()
+    with pytest.raises(ConfigError, match=r"no complete checkpoint.*save_only_model=True"):
+        make_trainer("ddp", tmp_path / "none").train(resume_from_checkpoint=True)
 
 
 class Stream(torch.utils.data.IterableDataset):
