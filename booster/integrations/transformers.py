@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,7 @@ from booster.booster import Booster
 from booster.checkpoint_io.storage import Storage
 from booster.checkpoint_io.training_state.retention import read_training_manifest
 from booster.comm import all_gather_equal, all_gather_text, check_same_across_ranks, group_rank
-from booster.data.dataloader import active_position
+from booster.data.dataloader import DistributedDataLoader, active_position
 from booster.errors import ConfigError
 from booster.interface import ModelWrapper, OptimizerWrapper
 from booster.lora import has_adapters
@@ -115,7 +117,8 @@ class BoosterTrainer(Trainer):
             CheckpointError: A checkpoint is damaged; on all ranks.
         """
         checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
-        return super().train(checkpoint, *args, **kwargs)
+        with _skipping_by_position():
+            return super().train(checkpoint, *args, **kwargs)
 
     def _checkpoint_to_resume(self, given: Any) -> str | None:
         """Return the directory to resume from, or None for a new start. Collective; rank 0 looks for it."""
@@ -378,3 +381,43 @@ class _GradientState:
         """Whether the current batch is the last."""
         position = active_position()
         return bool(self._state.end_of_dataloader) if position is None else position.is_last
+
+
+class _RestOfEpoch:
+    """Batches of an epoch after the first ones. A position of the loader keeps its seeds of samples, too."""
+
+    def __init__(self, loader: DistributedDataLoader[Any], num_batches: int) -> None:
+        self._loader = loader
+        self._num_batches = num_batches
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the position of the loader. Collective if the sampler is a user's."""
+        sampler: Any = self._loader.epoch_sampler
+        sampler.start_at(epoch, 0)
+        position = 0
+        for _ in range(self._num_batches):
+            position = sampler.batch_at(position).stop
+        self._loader.load_state_dict(self._loader.state_dict() | {"epoch": epoch, sampler.position_key: position})
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._loader)
+
+
+@contextlib.contextmanager
+def _skipping_by_position() -> Iterator[None]:
+    """Context in which Trainer's loop skips batches of the Booster's loaders by their position.
+
+    Accelerate's function makes a plain loader of the dataset, where random samples would be other ones.
+    """
+    trainer: Any = sys.modules[Trainer.__module__]
+    of_accelerate = trainer.skip_first_batches
+
+    def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
+        is_ours = isinstance(loader, DistributedDataLoader)
+        return _RestOfEpoch(loader, num_batches) if is_ours else of_accelerate(loader, num_batches)
+
+    trainer.skip_first_batches = skip_first_batches
+    try:
+        yield
+    finally:
+        trainer.skip_first_batches = of_accelerate

@@ -274,6 +274,30 @@ def test_batches_of_equal_lengths_are_found_again(tmp_path):
     assert losses_of(resumed) == losses_of(whole)
 
 
+def with_random_tokens(rows):
+    """Collate, and replace tokens at random, as for a masked language model."""
+    tokens = torch.stack([one["input_ids"] for one in rows])
+    masked = torch.where(torch.rand(tokens.shape) < 0.3, 0, tokens)
+    return {"input_ids": masked, "labels": tokens}
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("sampling", ["random", "group_by_length"])
+def test_random_samples_are_found_again(sampling, tmp_path):
+    def trained(folder, callbacks=(), resume=None, **given):
+        settings = {"train_sampling_strategy": sampling, "gradient_accumulation_steps": 2, "max_steps": 7}
+        trainer = make_trainer("ddp", folder, callbacks, **(settings | given))
+        trainer.data_collator = with_random_tokens
+        torch.manual_seed(0)
+        trainer.train(resume_from_checkpoint=resume)
+        return losses_of(trainer)
+
+    whole = trained(tmp_path / "a")
+    saving = {"save_strategy": "steps", "save_steps": 4}  # three steps are an epoch
+    assert trained(tmp_path / "b", [Stop(4)], **saving) == whole[:4]
+    assert trained(tmp_path / "b", resume=True, **saving) == whole
+
+
 class RowCount:
     """Metric that is computed after the last batch."""
 
