@@ -183,7 +183,8 @@ class BoosterTrainer(Trainer):
 
     def get_total_train_batch_size(self, args: Any = None) -> int:
         """Return the number of samples of a step of the optimizer, over all ranks."""
-        return self._train_batch_size * self.args.gradient_accumulation_steps * self.booster.plugin.dp_size
+        num_samples: int = self._train_batch_size * self.args.gradient_accumulation_steps * self.booster.plugin.dp_size
+        return num_samples
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor | None:
         return self.booster.clip_grad_norm_(self.optimizer, self.args.max_grad_norm)
@@ -279,7 +280,7 @@ def _last_checkpoint(output_dir: str) -> str:
 
 def _as_text(given: Any) -> str:
     check_path("resume_from_checkpoint", given)
-    return os.fspath(given)
+    return str(given)
 
 
 def _check_checkpoint(directory: str) -> None:
