@@ -162,7 +162,7 @@ class BoosterTrainer(Trainer):
                     f"TrainingArguments(accelerator_config={{'{name}': True}}) asks for other batches than the"
                     " Booster's loaders give: leave it out; batch sizes are per data-parallel rank"
                 )
-        if self.args.train_sampling_strategy == "batch_rebalance":
+        if getattr(self.args, "train_sampling_strategy", None) == "batch_rebalance":
             raise ConfigError(
                 "TrainingArguments(train_sampling_strategy='batch_rebalance') makes each rank's batches itself, and the"
                 " Booster's loaders divide one order among the ranks: use 'random' or 'group_by_length'"
@@ -191,17 +191,6 @@ class BoosterTrainer(Trainer):
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         return self.booster.clip_grad_norm_(self.optimizer, float("inf")) if grad_norm is None else grad_norm
-
-    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Return the epoch and the number of batches that a resume skips; the Booster's loaders skip them unread."""
-        epochs, num_batches = super()._init_training_state(*args, **kwargs)
-        if num_batches > 0 and isinstance(self.train_dataset, IterableDataset):
-            raise ConfigError(
-                f"the checkpoint is {num_batches} batches inside of an epoch of a {type(self.train_dataset).__name__},"
-                " where Trainer would read all ranks' samples to skip them: use a dataset with a length, or"
-                " TrainingArguments(ignore_data_skip=True), which starts the stream again"
-            )
-        return epochs, num_batches
 
     # Checkpoints: one training state, instead of a file for each of model, optimizer, scheduler, scaler and RNG.
 
@@ -338,6 +327,10 @@ class _BoosterAccelerator:
             return contextlib.nullcontext()
         return self._booster.no_sync(model, self._trainer.optimizer)
 
+    def clip_grad_norm_(self, _: Any, max_norm: float, *__: Any, **___: Any) -> torch.Tensor | None:
+        """Clip gradients, and return their norm before it; loops of older versions call it."""
+        return self._booster.clip_grad_norm_(self._trainer.optimizer, max_norm)
+
     def backward(self, loss: torch.Tensor, **_: Any) -> None:
         """Compute gradients."""
         self._booster.backward(loss, self._trainer.optimizer)
@@ -414,6 +407,12 @@ def _skipping_by_position() -> Iterator[None]:
     of_accelerate = trainer.skip_first_batches
 
     def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
+        if isinstance(loader.dataset, IterableDataset):
+            raise ConfigError(
+                f"the checkpoint is {num_batches} batches inside of an epoch of a {type(loader.dataset).__name__},"
+                " where Trainer would read all ranks' samples to skip them: use a dataset with a length, or"
+                " TrainingArguments(ignore_data_skip=True), which starts the stream again"
+            )
         is_ours = isinstance(loader, DistributedDataLoader)
         return _RestOfEpoch(loader, num_batches) if is_ours else of_accelerate(loader, num_batches)
 

@@ -8,6 +8,7 @@ are stored one by one, or projections under other names. transformers describes 
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -194,7 +195,11 @@ def convert_specs(specs: Mapping[str, TensorSpec], model: Any, names: Collection
             converted._placements[name] = tensor.placements
     missing, unexpected = set(names) - converted.specs.keys(), converted.specs.keys() - set(names)
     needed = SimpleNamespace(missing_keys=missing, unexpected_keys=unexpected)
-    model._adjust_missing_and_unexpected_keys(needed)
+    adjust = model._adjust_missing_and_unexpected_keys
+    if "missing_keys" in inspect.signature(adjust).parameters:  # transformers 5.0
+        needed.missing_keys, needed.unexpected_keys = adjust(missing, unexpected)
+    else:
+        adjust(needed)
     converted.optional = frozenset(missing - needed.missing_keys)
     for name in unexpected - needed.unexpected_keys:
         del converted.specs[name]

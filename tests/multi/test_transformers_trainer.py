@@ -360,6 +360,22 @@ def test_a_stream_trains_and_is_not_resumed_inside_of_an_epoch(tmp_path):
 
 
 @distributed(world_size=2)
+def test_loops_of_older_versions_find_what_they_call(tmp_path):
+    """Trainer of transformers 5.0 clips by the accelerator, and has no sampling strategies."""
+    trainers = [make_trainer("zero 2", tmp_path, max_steps=2) for _ in range(2)]
+    older, newer = trainers
+    older._clip_grad_norm = lambda model: older.accelerator.clip_grad_norm_(model.parameters(), 0.5)
+    for trainer in trainers:
+        trainer.train()
+    assert losses_of(older) == losses_of(newer)
+    arguments = arguments_for(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(TrainingArguments, "train_sampling_strategy")
+        del arguments.train_sampling_strategy
+        BoosterTrainer(Booster(plugin="torch_ddp"), make_model(), arguments)
+
+
+@distributed(world_size=2)
 def test_weights_in_bf16_train(tmp_path):
     trainer = BoosterTrainer(
         Booster(plugin=LowLevelZeroPlugin(stage=2, precision="bf16")),
