@@ -191,8 +191,8 @@ def test_adapters_are_saved_without_the_configs_of_their_base(tmp_path):
     lora = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
     model, again = (get_peft_model(_build(lambda: _llama(True), seed), lora) for seed in range(2))
     IO.save_model(ModelWrapper(model), tmp_path / "m", shard=True)
-    with pytest.raises(OSError, match=r"config\.json"):
-        LlamaForCausalLM.from_pretrained(tmp_path / "m", local_files_only=True)
+    with pytest.raises((OSError, ValueError), match=r"config\.json"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "m", local_files_only=True)
     IO.load_model(ModelWrapper(again), tmp_path / "m")
     expected = again.state_dict()
     assert all(torch.equal(expected[name], value) for name, value in model.state_dict().items())
