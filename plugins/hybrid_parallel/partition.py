@@ -41,7 +41,8 @@ from .tensor_parallel.linear import defer_weight_gradients
 from .tensor_parallel.random_functions import intercept_random_functions
 from .tensor_parallel.shard_spec import sharded_spec, vocabulary_spec
 from .tensor_parallel_nd.grid import TensorGrid, TensorGridShape
-from .tensor_parallel_nd.plan import activation_shapes, grid_spec, is_on_grid, plan_for_grid, verify_examples
+from .tensor_parallel_nd.layer_check import verify_layers
+from .tensor_parallel_nd.plan import activation_shapes, grid_spec, is_on_grid, plan_for_grid
 from .tp_plan.annotations import marked_placements
 from .tp_plan.plan import (
     CLOSING_STYLES,
@@ -312,7 +313,7 @@ class ModelPartitioner:
         if not (found.is_derived or arguments.layer_plan is not None or marked_placements(model)):
             return on_grid  # layers of transformers have the examples in their first dimension
         with real_tensors():
-            return replace(on_grid, notes=(*on_grid.notes, *verify_examples(on_grid, model, grid)))
+            return replace(on_grid, notes=(*on_grid.notes, *verify_layers(on_grid, model, grid)))
 
     def experts(self, model: nn.Module) -> ExpertPlan | None:
         """Return the experts of each rank, or None without expert parallelism.

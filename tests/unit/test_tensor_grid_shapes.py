@@ -12,7 +12,8 @@ from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.partition import planned_shard_specs
 from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import Block
 from booster.plugins.hybrid_parallel.tensor_parallel_nd.grid import TensorGridShape
-from booster.plugins.hybrid_parallel.tensor_parallel_nd.plan import activation_shapes, plan_for_grid, verify_examples
+from booster.plugins.hybrid_parallel.tensor_parallel_nd.layer_check import verify_layers
+from booster.plugins.hybrid_parallel.tensor_parallel_nd.plan import activation_shapes, plan_for_grid
 from booster.plugins.hybrid_parallel.tp_plan.plan import Style
 from booster.plugins.hybrid_parallel.tp_plan.resolve import choose_plan
 
@@ -231,10 +232,10 @@ def test_layers_whose_first_dimension_is_not_the_batch():
     resolved = plan_for_grid(choose_plan(model, tp_size=2, plan=plan), model, SQUARE)
     assert resolved.divided_stacks
     with pytest.raises(ConfigError, match=r"'layers.0' mixes the first dimension of its hidden states"):
-        verify_examples(resolved, model, SQUARE)
+        verify_layers(resolved, model, SQUARE)
 
 
 def test_layers_that_are_verified():
     model = nn.Sequential(Fused(48, 12), Fused(48, 12))
     resolved, _ = specs_of(model, SQUARE, None)
-    assert verify_examples(resolved, model, SQUARE) == ()
+    assert verify_layers(resolved, model, SQUARE) == ()

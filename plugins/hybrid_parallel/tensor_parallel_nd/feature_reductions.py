@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -29,10 +29,26 @@ _DIVISION = "_feature_division"  # attribute of a module
 
 _NORMS = frozenset({F.layer_norm, F.rms_norm})
 _MEANS = frozenset({torch.mean, torch.Tensor.mean})
-_NAMES = "sum var std norm softmax log_softmax logsumexp max min amax amin argmax argmin prod cumsum sort topk median"
+_NAMES = (
+    "sum var std norm softmax log_softmax logsumexp max min amax amin argmax argmin prod cumsum sort topk median"
+    " var_mean std_mean aminmax nansum nanmean nanmedian logcumsumexp cumprod cummax cummin argsort kthvalue quantile"
+    " cosine_similarity pairwise_distance"
+)
 _REDUCTIONS = frozenset(
     getattr(where, name) for where in (torch, torch.Tensor, F) for name in _NAMES.split() if hasattr(where, name)
-) | {F.normalize, F.group_norm, F.batch_norm, F.instance_norm, torch.linalg.norm, torch.linalg.vector_norm}
+) | {
+    *filter(callable, vars(torch.fft).values()),
+    F.normalize,
+    F.group_norm,
+    F.batch_norm,
+    F.instance_norm,
+    torch.linalg.norm,
+    torch.linalg.vector_norm,
+}
+
+
+Where: TypeAlias = Literal["module", "layer", "region"]
+"""What functions of a module see of the features; see `FeatureDivision.where`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +64,10 @@ class FeatureDivision:
 
     name: str
     grid: TensorGrid
-    where: Literal["module", "layer", "region"]
+    where: Where
 
 
-def divide_features(
-    module: nn.Module, name: str, grid: TensorGrid, where: Literal["module", "layer", "region"]
-) -> None:
+def divide_features(module: nn.Module, name: str, grid: TensorGrid, where: Where) -> None:
     """Make a module reduce over the features of all ranks that share its examples.
 
     Layer norm, RMS norm and means over the last dimension are computed over all features, everything else elementwise.
@@ -77,23 +91,42 @@ def _members(base: type[nn.Module]) -> dict[str, Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         key = hidden_key(args, kwargs)
         block = kwargs[key] if isinstance(key, str) else args[key]
-        with _FeatureReductions(self.__dict__[_DIVISION], block.shape):
+        division: FeatureDivision = self.__dict__[_DIVISION]
+        with _GroupReductions(division.name, division.grid, division.where, block.shape):
             return base.forward(self, *args, **kwargs)
 
     return {"forward": forward}
 
 
-class _FeatureReductions(TorchFunctionMode):
-    """Torch function mode in which reductions over the last dimension are over the features of all ranks.
+class FeatureReductions(TorchFunctionMode):
+    """Torch function mode in which reductions over the last dimension are those of a subclass.
 
-    It takes tensors of the shape of this rank's block of the hidden states for blocks; see `FeatureDivision.where`.
+    It takes tensors of the shape of the hidden states for blocks of activations; see `FeatureDivision.where`.
+
+    Args:
+        name: Name of the module, for errors.
+        mode: Mode of the grid, for errors.
+        where: As in `FeatureDivision`.
+        shape: Shape of the hidden states.
     """
 
-    def __init__(self, division: FeatureDivision, shape: torch.Size) -> None:
+    def __init__(self, name: str, mode: str, where: Where, shape: torch.Size) -> None:
         super().__init__()
-        self._name, self._where = division.name, division.where
-        self._mode, self._number = division.grid.shape.mode, division.grid.tp_group.number
-        self._shape = shape
+        self._name, self._mode, self._where, self._shape = name, mode, where, shape
+
+    def mean(self, x: torch.Tensor, keepdim: bool, dtype: torch.dtype | None) -> torch.Tensor:
+        """Return the mean over the features."""
+        raise NotImplementedError
+
+    def layer_norm(
+        self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+    ) -> torch.Tensor:
+        """Return the layer norm over the features."""
+        raise NotImplementedError
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float | None) -> torch.Tensor:
+        """Return the RMS norm over the features."""
+        raise NotImplementedError
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -118,7 +151,7 @@ class _FeatureReductions(TorchFunctionMode):
                 f"{self._name!r} takes a mean over dim={dim} of {tuple(x.shape)}, but tp_mode={self._mode!r} divides"
                 " examples and features: use tp_mode='1d', or a mean over the last dimension"
             )
-        return _feature_mean(self._number, keepdim, dtype, x)  # type: ignore[no-any-return]
+        return self.mean(x, keepdim, dtype)
 
     def _layer_norm(
         self,
@@ -129,7 +162,7 @@ class _FeatureReductions(TorchFunctionMode):
         eps: float = 1e-5,
     ) -> torch.Tensor:
         self._check_normalized("layer norm", normalized_shape)
-        return _feature_layer_norm(self._number, eps, x, weight, bias)  # type: ignore[no-any-return]
+        return self.layer_norm(x, weight, bias, eps)
 
     def _rms_norm(
         self,
@@ -139,7 +172,7 @@ class _FeatureReductions(TorchFunctionMode):
         eps: float | None = None,
     ) -> torch.Tensor:
         self._check_normalized("RMS norm", normalized_shape)
-        return _feature_rms_norm(self._number, eps, x, weight)  # type: ignore[no-any-return]
+        return self.rms_norm(x, weight, eps)
 
     def _check_normalized(self, what: str, shape: Sequence[int]) -> None:
         if len(shape) != 1:
@@ -147,6 +180,25 @@ class _FeatureReductions(TorchFunctionMode):
                 f"{self._name!r} is a {what} over {len(shape)} dimensions, of which tp_mode={self._mode!r} divides"
                 " some: use tp_mode='1d', or normalize the last dimension only"
             )
+
+
+class _GroupReductions(FeatureReductions):
+    """Reductions over the features of all ranks that share the examples."""
+
+    def __init__(self, name: str, grid: TensorGrid, where: Where, shape: torch.Size) -> None:
+        super().__init__(name, grid.shape.mode, where, shape)
+        self._number = grid.tp_group.number
+
+    def mean(self, x: torch.Tensor, keepdim: bool, dtype: torch.dtype | None) -> torch.Tensor:
+        return _feature_mean(self._number, keepdim, dtype, x)  # type: ignore[no-any-return]
+
+    def layer_norm(
+        self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+    ) -> torch.Tensor:
+        return _feature_layer_norm(self._number, eps, x, weight, bias)  # type: ignore[no-any-return]
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float | None) -> torch.Tensor:
+        return _feature_rms_norm(self._number, eps, x, weight)  # type: ignore[no-any-return]
 
 
 def _group_of_features(number: int) -> tuple[dist.ProcessGroup, int]:

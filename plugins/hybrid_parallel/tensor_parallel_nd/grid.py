@@ -291,12 +291,12 @@ def own_examples(x: torch.Tensor, grid: TensorGrid) -> torch.Tensor:
 
     Collective: in backward, which all-reduces the gradient, if there is one.
     """
-    return _own_examples(copy_to_tp_region(x, grid.tp_group), grid, grid.inner_index)
+    return examples_of(copy_to_tp_region(x, grid.tp_group), grid.num_batch_shards, grid.inner_index)
 
 
-def _own_examples(x: torch.Tensor, grid: TensorGrid, index: int) -> torch.Tensor:
-    """Return a rank's examples; the last one is repeated for equally many on all ranks."""
-    num_local = -(-x.shape[0] // grid.num_batch_shards)
+def examples_of(x: torch.Tensor, num_shards: int, index: int) -> torch.Tensor:
+    """Return the examples of one of `num_shards` ranks; the last one is repeated for equally many on all ranks."""
+    num_local = -(-x.shape[0] // num_shards)
     start = index * num_local
     if start + num_local <= x.shape[0]:
         return x[start : start + num_local]
@@ -322,7 +322,7 @@ class _Divide(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, grid: TensorGrid) -> torch.Tensor:
         ctx.grid, ctx.num_examples = grid, x.shape[0]
-        block = _features(_own_examples(x, grid, grid.outer_index), grid)
+        block = _features(examples_of(x, grid.num_batch_shards, grid.outer_index), grid)
         return block.clone(memory_format=torch.contiguous_format)
 
     @staticmethod

@@ -15,7 +15,6 @@ from booster.plugins.hybrid_parallel.tensor_parallel.linear import has_plain_for
 from booster.plugins.hybrid_parallel.tensor_parallel.shard_spec import sharded_spec
 from booster.plugins.hybrid_parallel.tp_plan.adapters import without_adapters
 from booster.plugins.hybrid_parallel.tp_plan.attention_heads import owner_of
-from booster.plugins.hybrid_parallel.tp_plan.equivalence_check import all_close, run, run_equivalence_check
 from booster.plugins.hybrid_parallel.tp_plan.plan import (
     CLOSING_STYLES,
     OPEN_STYLES,
@@ -94,39 +93,6 @@ def plan_for_grid(plan: TensorParallelPlan, model: nn.Module, grid: TensorGridSh
     order = module_order(model)
     entries.sort(key=lambda one: order(one.name))
     return replace(plan, entries=tuple(entries), divided_stacks=tuple(divided), notes=tuple(notes))
-
-
-def verify_examples(plan: TensorParallelPlan, model: nn.Module, grid: TensorGridShape) -> tuple[str, ...]:
-    """Verify, by running them, that layers compute the examples of a batch independently, and that these are dim 0.
-
-    Args:
-        plan: Result of `plan_for_grid`.
-        model: The user's model. It is not changed.
-        grid: The grid.
-
-    Returns:
-        Notes on layers that can't be run alone.
-
-    Raises:
-        ConfigError: A layer mixes what would be divided.
-    """
-    notes = []
-    for stack in plan.divided_stacks:
-        check = run_equivalence_check(model.get_submodule(stack[0]))
-        if isinstance(check, str):
-            notes.append(f"{generalize(stack[0])}: hidden states are taken for (batch, ...), not verified: {check}")
-            continue
-        try:
-            (output, *_), (expected, *_) = run(check.module, check.inputs[1:], check.arguments), check.output
-        except (RuntimeError, ValueError) as error:
-            notes.append(f"{generalize(stack[0])}: hidden states are taken for (batch, ...), not verified: {error}")
-            continue
-        if not all_close(output, expected[1:]):
-            raise ConfigError(
-                f"{stack[0]!r} mixes the first dimension of its hidden states, which tp_mode={grid.mode!r} divides as"
-                " the examples of a batch: give hidden states as (batch, tokens, features), or use tp_mode='1d'"
-            )
-    return tuple(notes)
 
 
 def grid_spec(
