@@ -347,7 +347,9 @@ def _divide_stacks(modules: Mapping[str, nn.Module], plan: TensorParallelPlan, g
     heads: dict[str, dict[str, int]] = {}
     for split in plan.arguments:
         heads.setdefault(split.module, {})[split.argument] = split.block.num_units // grid.side
-    for region in regions:
+    if grid.shape.inner == grid.shape.outer:  # otherwise layers can't know which one of both reads an argument
+        regions |= layers
+    for region in sorted(regions):
         is_divided = stack_layer_of(region, plan.divided_stacks) is not None
         if is_divided:
             take_own_examples(modules[region], grid, heads.get(region, {}))

@@ -479,21 +479,3 @@ def test_checkpoints_of_squares_and_cubes(mode, tmp_path):
     saved, expected = LlamaForCausalLM.from_pretrained(tmp_path / "model").state_dict(), _llama().state_dict()
     for name, weight in expected.items():
         assert torch.equal(saved[name], weight), name
-
-
-class Summing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.pair = Pair(12, 24)
-
-    def forward(self, x):
-        return x + self.pair(x.softmax(-1))
-
-
-@distributed(4)
-def test_a_function_that_reduces_features():
-    model = nn.Sequential(Summing(), Summing())
-    plugin = HybridParallelPlugin(precision="fp32", plan=plan_of(model), **SQUARE[1])
-    model, *_ = Booster(plugin=plugin).boost(model)
-    with pytest.raises(ConfigError, match=r"'0' calls softmax\(\), but tp_mode='2d' divides the features"):
-        model(torch.randn(4, 12, device=current_device()))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +15,11 @@ from booster.core.compiling import not_compiled
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.sequence_parallel.layer_context import is_in_backward
 from booster.plugins.hybrid_parallel.sequence_parallel.layer_stack import hidden_key, map_hidden
-from booster.plugins.hybrid_parallel.sequence_parallel.recorded_outputs import CapturedOutputs, mark_sharded
+from booster.plugins.hybrid_parallel.sequence_parallel.recorded_outputs import (
+    CapturedOutputs,
+    captured_lists,
+    mark_sharded,
+)
 
 from .grid import TensorGrid, assemble, divide, own_examples
 
@@ -22,8 +28,10 @@ _is_in_backward = torch.compiler.assume_constant_result(is_in_backward)  # in a 
 # Note [Arguments of layers]
 # Besides hidden states layers get arguments that all ranks hold: attention masks, positions, rotary embeddings. Most of
 # them are used between the two linear layers of a pair. So the module that contains a pair's first layer, such as an
-# attention, takes its examples of them. They have the examples in their first dimension; where it is 1, or there is no
-# other dimension, they are the same for all examples.
+# attention, takes its examples of them. In the modes "2d" and "2.5d" these are those of the layer, which takes them
+# first, for its own code. In the mode "3d" they differ, and arguments that a layer's own code reads are an error. They
+# have the examples in their first dimension; where it is 1, or there is no other dimension, they are the same for all
+# examples.
 
 
 def attach_grid_stack(layers: Sequence[nn.Module], grid: TensorGrid) -> None:
@@ -38,13 +46,12 @@ def attach_grid_stack(layers: Sequence[nn.Module], grid: TensorGrid) -> None:
     """
     stack = _GridStack(grid)
     for index, layer in enumerate(layers):
-        if index == 0:
-            layer.register_forward_pre_hook(stack.begin, with_kwargs=True)
-        layer.register_forward_hook(stack.end if index == len(layers) - 1 else stack.mark)
+        layer.register_forward_pre_hook(partial(stack.pre_forward, index), with_kwargs=True)
+        layer.register_forward_hook(partial(stack.post_forward, index, index == len(layers) - 1))
 
 
 def take_own_examples(module: nn.Module, grid: TensorGrid, heads: Mapping[str, int]) -> None:
-    """Let a module that contains the first layers of pairs take its examples of its arguments; see the Note.
+    """Let a layer, or a module with the first layers of pairs, take its examples of its arguments; see the Note.
 
     Args:
         module: The module.
@@ -57,47 +64,126 @@ def take_own_examples(module: nn.Module, grid: TensorGrid, heads: Mapping[str, i
     module.register_forward_pre_hook(_ArgumentHook(grid, names, heads), with_kwargs=True)
 
 
+@dataclass(slots=True)
+class _StackForward:
+    """A running forward of a stack.
+
+    Attributes:
+        captured: What hooks of transformers capture.
+        num_examples: Number of this rank's examples.
+        num_layers: Number of layers that have run: all up to one.
+        output: Hidden states that the last one returned, if they are known.
+        version: Their version, which changes when they are written.
+    """
+
+    captured: CapturedOutputs
+    num_examples: int
+    num_layers: int = 0
+    output: torch.Tensor | None = None
+    version: int = 0
+
+
 class _GridStack:
+    """Hooks of the layers of a stack.
+
+    Each layer draws from this rank's stream of random numbers. Between layers all ranks draw the same numbers, as a
+    model decides there which layers it runs.
+    """
+
     def __init__(self, grid: TensorGrid) -> None:
         self._grid = grid
-        self._captured: CapturedOutputs | None = None
+        self._forward: _StackForward | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _GridStack:
         return self
 
     @not_compiled
-    def begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def pre_forward(
+        self, index: int, module: nn.Module, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
         key = hidden_key(args, kwargs)
         hidden = kwargs[key] if isinstance(key, str) else args[key]
-        for value in (*args, *kwargs.values()):
-            _refuse_reordering(value, self._grid)
-        if not is_in_backward():
-            self._captured = CapturedOutputs(sees_all_tokens=False)
+        if index == 0:
+            hidden = self._begin(hidden, (*args, *kwargs.values()))
+        elif not is_in_backward():
+            self._check_input(index, hidden)
         if module.training:
             self._grid.tp_group.rng.enter(force=True)
-        block = divide(hidden, self._grid)
         if isinstance(key, str):
-            return args, {**kwargs, key: block}
-        return (*args[:key], block, *args[key + 1 :]), kwargs
+            return args, {**kwargs, key: hidden}
+        return (*args[:key], hidden, *args[key + 1 :]), kwargs
 
     @not_compiled
-    def mark(self, module: nn.Module, args: Any, output: Any) -> None:
+    def post_forward(self, index: int, is_last: bool, module: nn.Module, args: Any, output: Any) -> Any:
+        if module.training:
+            self._grid.tp_group.rng.leave()
+        if self._forward is not None and not is_in_backward():
+            self._note_output(self._forward, index, output)
+        if is_last:
+            return self._end(output)
         if not is_in_backward():
             mark_sharded(output, self._assemble)
+        return None
 
-    @not_compiled
-    def end(self, module: nn.Module, args: Any, output: Any) -> Any:
-        captured, self._captured = self._captured, None
+    def _begin(self, hidden: torch.Tensor, arguments: Iterable[Any]) -> torch.Tensor:
+        for value in arguments:
+            _refuse_reordering(value, self._grid)
+        if not is_in_backward() and any("attentions" in name for name in captured_lists()):
+            raise ConfigError(
+                f"output_attentions=True requests attention weights, of which tp_mode={self._grid.shape.mode!r} gives"
+                " each rank those of its own heads and examples: leave it out, also in the config"
+            )
+        block = divide(hidden, self._grid)
+        if not is_in_backward():
+            self._forward = _StackForward(CapturedOutputs(sees_all_tokens=True), block.shape[0])
+        return block
+
+    def _end(self, output: Any) -> Any:
+        forward = None if is_in_backward() else self._forward
 
         def assemble_hidden(x: torch.Tensor) -> torch.Tensor:
-            if captured is not None and not is_in_backward():
-                captured.gather(x.shape, lambda one, dim: self._assemble(one))
+            if forward is not None:
+                forward.captured.gather(x.shape, lambda one, dim: self._assemble(one))
             return self._assemble(x)
 
         full = map_hidden(output, assemble_hidden)
-        if module.training:
-            self._grid.tp_group.rng.leave()
+        if forward is not None:
+            self._forward = None
         return full
+
+    def _note_output(self, forward: _StackForward, index: int, output: Any) -> None:
+        first = output[0] if isinstance(output, (tuple, list)) and output else output
+        if isinstance(first, torch.Tensor) and first.shape[:1] != (forward.num_examples,):
+            raise ConfigError(
+                f"layer {index} of a stack returned hidden states of shape {tuple(first.shape)} for"
+                f" {forward.num_examples} examples, of which tp_mode={self._grid.shape.mode!r} gives each rank its own:"
+                " an argument of the layer that has all examples can be read in the module of a pair of linear layers"
+                " only. Pass it to such a module, or use tp_mode='2d' or '1d'"
+            )
+        forward.num_layers = max(forward.num_layers, index + 1)
+        forward.output = first if isinstance(first, torch.Tensor) else None
+        forward.version = 0 if forward.output is None or forward.output.is_inference() else forward.output._version
+
+    def _check_input(self, index: int, hidden: torch.Tensor) -> None:
+        """Check that the layers before this one have run, and that it gets what the last one has returned."""
+        forward, mode = self._forward, self._grid.shape.mode
+        if forward is None or forward.num_layers < index:
+            raise ConfigError(
+                f"layer {index} of a stack ran without the layers before it, but tp_mode={mode!r} divides hidden states"
+                " at the first one and assembles them behind the last one: do not drop or call single layers"
+                " (layerdrop=0), or use tp_mode='1d'"
+            )
+        known, forward.output = forward.output, None
+        if known is None:
+            return
+        version = 0 if known.is_inference() else known._version
+        if hidden is not known or version != forward.version:
+            raise ConfigError(
+                f"layer {index} of a stack got other hidden states than the layer before it has returned, so that the"
+                f" model's forward computes between layers, where tp_mode={mode!r} gives each rank a block of them,"
+                f" here of shape {tuple(known.shape)}: compute it in the layers, before the first or after the last"
+                " one, or use tp_mode='1d'"
+            )
 
     def _assemble(self, block: torch.Tensor) -> torch.Tensor:
         return assemble(block, self._grid)
