@@ -174,3 +174,90 @@ def test_attention_weights():
     model, *_ = Booster(plugin=plugin).boost(LlamaForCausalLM(config))
     with pytest.raises(ConfigError, match="attention weights, of which tp_mode='2d' gives each rank those of its own"):
         model(input_ids=torch.zeros(4, 6, dtype=torch.long, device=current_device()), output_attentions=True)
+
+
+class Dropout(nn.Module):
+    """Stochastic depth: leaves out what a layer computes of some examples."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x):
+        if not self.training:
+            return x
+        shape = (x.shape[0], *(1 for _ in x.shape[1:]))
+        if self.kind == "rand":
+            return x * (torch.rand(shape, device=x.device) < 0.5)
+        return x * x.new_empty(shape).bernoulli_(0.5)
+
+
+class Stochastic(Layer):
+    kind = "rand"
+
+    def __init__(self):
+        super().__init__()
+        self.drop = Dropout(self.kind)
+
+    def forward(self, x):
+        return x + self.drop(self.pair(x))
+
+
+class StochasticFill(Stochastic):
+    kind = "bernoulli_"
+
+
+def kept_examples(layer, arguments, **settings):
+    """Returns which examples each layer keeps, by running layers that drop the others' changes, and gradients."""
+    torch.manual_seed(0)
+    plugin = HybridParallelPlugin(precision="fp32", plan=PLAN, **arguments, **settings)
+    model = Model(layer=layer).to(current_device())
+    booster = Booster(plugin=plugin)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    kept, found = [], []
+    for one in model.module.layers:
+        one.register_forward_pre_hook(lambda module, args: found.append(args[0].detach()))
+        one.register_forward_hook(lambda module, args, output: found.append(output.detach()))
+    x = torch.randn(16, 5, 12, device=current_device())
+    loss = model(x).square().sum()
+    for before, after in zip(found[::2], found[1::2], strict=True):
+        size = min(len(before), len(after))  # the first gets all, and the last returns all
+        changed = (before[:size] != after[:size]) if before.shape == after.shape else None
+        kept.append(changed)
+    booster.backward(loss, optimizer)
+    optimizer.step()
+    return kept, loss.item(), model(x).sum().item()
+
+
+@distributed(4)
+@pytest.mark.parametrize("layer", [Stochastic, StochasticFill], ids=["rand", "bernoulli_"])
+def test_stochastic_depth_leaves_out_whole_examples(layer):
+    (_, middle, _), loss, after = kept_examples(layer, SQUARE)
+    kept = middle.flatten(1).any(1)
+    assert torch.equal(kept, middle.flatten(1).all(1))
+    of_ranks = [torch.empty_like(kept) for _ in range(4)]
+    dist.all_gather(of_ranks, kept)
+    assert torch.equal(of_ranks[0], of_ranks[1])  # of one row
+    assert torch.equal(of_ranks[2], of_ranks[3])
+    assert not torch.equal(of_ranks[0], of_ranks[2])
+    assert kept_examples(layer, SQUARE, gradient_checkpoint_config=True)[1:] == (loss, after)
+
+
+@distributed(8)
+@pytest.mark.slow
+def test_stochastic_depth_on_a_cube():
+    (_, middle, _), *_ = kept_examples(Stochastic, CUBE)
+    assert torch.equal(middle.flatten(1).any(1), middle.flatten(1).all(1))
+
+    class Within(Pair):
+        def forward(self, x):
+            y = super().forward(x)
+            return y * (torch.rand(x.shape[0], 1, 1, device=x.device) < 0.5)
+
+    class Outer(Layer):
+        def __init__(self):
+            super().__init__()
+            self.pair = Within()
+
+    with pytest.raises(ConfigError, match=r"'layers.0.pair' draws random numbers of shape \(4, 1, 1\)"):
+        boosted(Model(layer=Outer), CUBE)(torch.randn(16, 5, 12, device=current_device()))

@@ -65,7 +65,12 @@ _DRAWS = _named(F, "gumbel_softmax rrelu") | _named(
     " rand rand_like randn randn_like randint randint_like randperm",
 )
 _DRAWS |= _named(torch.Tensor, "bernoulli multinomial")
-_FILLS = _named(torch.Tensor, "bernoulli_ uniform_ normal_ random_ exponential_ geometric_ cauchy_ log_normal_")
+FILLS = _named(torch.Tensor, "bernoulli_ uniform_ normal_ random_ exponential_ geometric_ cauchy_ log_normal_")
+"""Those that write their first argument."""
+FEATURE_DROPOUTS = _named(F, "dropout1d dropout2d dropout3d feature_alpha_dropout")
+"""Dropouts that draw one number for all elements behind the first two dimensions."""
+RANDOM_FUNCTIONS = _DROPOUTS | _DRAWS | FILLS
+"""Functions that draw random numbers, without attention."""
 
 
 class RandomFunctionMode(TorchFunctionMode):
@@ -85,8 +90,8 @@ class RandomFunctionMode(TorchFunctionMode):
             func = torch.unflatten  # torch.compile can trace it in a mode
         if not self._tp_group.traced_in_region or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
-        if func in _FILLS:
-            return args[0].copy_(self._draw(_fill, func, torch.empty_like(args[0]), *args[1:], **kwargs))
+        if func in FILLS:
+            return args[0].copy_(self._draw(fill, func, torch.empty_like(args[0]), *args[1:], **kwargs))
         if func in _DROPOUTS:
             return self._drop(func, *args, **kwargs)
         if func in _DRAWS or (func is _ATTENTION and _drops_scores(*args, **kwargs)):
@@ -111,7 +116,8 @@ class RandomFunctionMode(TorchFunctionMode):
         return _draw_in_region(self._tp_group.number, func, len(args), tuple(kwargs), *args, *kwargs.values())
 
 
-def _call(number: int, func: Any, num_args: int, names: tuple[str, ...], *values: Any) -> Any:
+def call_named(number: int, func: Any, num_args: int, names: tuple[str, ...], *values: Any) -> Any:
+    """Call a function of a number of positional arguments, and of named ones."""
     return func(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)))
 
 
@@ -119,15 +125,16 @@ def _call_in_stream(number: int, *call: Any) -> Any:
     rng = group_of_number(number).rng
     rng.enter(force=True)
     try:
-        return _call(number, *call)
+        return call_named(number, *call)
     finally:
         rng.leave()
 
 
-_draw_in_region = opaque(_call_in_stream, _call)
+_draw_in_region = opaque(_call_in_stream, call_named)
 
 
-def _fill(func: Any, like: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def fill(func: Any, like: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Return a new tensor that one of `FILLS` has written."""
     return func(torch.empty_like(like), *args, **kwargs)  # type: ignore[no-any-return]
 
 

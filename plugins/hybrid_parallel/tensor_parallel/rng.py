@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -41,9 +43,9 @@ class TensorParallelRNG:
     """
 
     def __init__(self, rank: int, axis: str = "sequence") -> None:
-        self._rank = rank
         self._axis = axis
         self._tag = _hash(_NUM_TAG_BITS, axis.encode())
+        self._rank_hash = _hash(_NUM_HASH_BITS, axis.encode(), rank.to_bytes(8, "little"))
         self._region: _Region | None = None
 
     @property
@@ -61,14 +63,33 @@ class TensorParallelRNG:
             return  # in a fake process group tensors have no values
         outer_states = _states()
         state_bytes = (state.cpu().numpy().tobytes() for state in outer_states)
-        state_hash = _hash(_NUM_HASH_BITS, self._axis.encode(), self._rank.to_bytes(8, "little"), *state_bytes)
-        seed = self._tag << _NUM_HASH_BITS | state_hash
-        for device in _devices():
-            if device.type == "cpu":
-                torch.default_generator.manual_seed(seed)
-            else:
-                torch.get_device_module(device.type).manual_seed(seed)
+        common = _hash(_NUM_HASH_BITS, self._axis.encode(), *state_bytes)
+        seed = self._tag << _NUM_HASH_BITS | (common ^ self._rank_hash)  # from which `shared` finds the common part
+        _seed(seed)
         self._region = _Region(seed, outer_states, _states())
+
+    @contextmanager
+    def shared(self, *key: int) -> Iterator[None]:
+        """Draw, in the open region, the same numbers as the other ranks with the same key; nothing without a region.
+
+        Args:
+            key: What tells the draws of a region, and the ranks that share one, apart.
+
+        Collective: no.
+        """
+        if not self.is_entered:
+            yield
+            return
+        own_states = _states()
+        common = torch.default_generator.initial_seed() % (1 << _NUM_HASH_BITS) ^ self._rank_hash
+        parts = (number.to_bytes(8, "little") for number in (common, *key))
+        _seed(self._tag << _NUM_HASH_BITS | _hash(_NUM_HASH_BITS, b"shared", *parts))
+        try:
+            yield
+        finally:
+            for device, state in zip(_devices(), own_states, strict=True):
+                _restore(device, state)
+                torch.rand(1, device=device)  # the region has drawn, see `leave`
 
     def leave(self) -> None:
         """Leave the open region, if any. Collective: no."""
@@ -79,10 +100,7 @@ class TensorParallelRNG:
             not torch.equal(seeded, current) for seeded, current in zip(region.seeded_states, _states(), strict=True)
         ]
         for device, outer_state, needs_step in zip(_devices(), region.outer_states, has_drawn, strict=True):
-            if device.type == "cpu":
-                torch.set_rng_state(outer_state)
-            else:
-                torch.get_device_module(device.type).set_rng_state(outer_state, device)
+            _restore(device, outer_state)
             if needs_step:
                 torch.rand(1, device=device)
 
@@ -99,6 +117,21 @@ def _states() -> tuple[torch.Tensor, ...]:
         torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device.type).get_rng_state(device)
         for device in _devices()
     )
+
+
+def _seed(seed: int) -> None:
+    for device in _devices():
+        if device.type == "cpu":
+            torch.default_generator.manual_seed(seed)
+        else:
+            torch.get_device_module(device.type).manual_seed(seed)
+
+
+def _restore(device: torch.device, state: torch.Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device.type).set_rng_state(state, device)
 
 
 def _hash(num_bits: int, *parts: bytes) -> int:

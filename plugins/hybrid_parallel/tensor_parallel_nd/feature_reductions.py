@@ -1,8 +1,9 @@
-"""Norms and other modules with one value per feature, on blocks of activations."""
+"""Norms and other modules with one value per feature, and random numbers, on blocks of activations."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -22,8 +23,15 @@ from booster.core.opaque_operator import autocast_dtype, opaque
 from booster.errors import ConfigError
 from booster.plugins.hybrid_parallel.sequence_parallel.layer_stack import hidden_key
 from booster.plugins.hybrid_parallel.tensor_parallel.mappings import sum_over
+from booster.plugins.hybrid_parallel.tensor_parallel.random_functions import (
+    FEATURE_DROPOUTS,
+    FILLS,
+    RANDOM_FUNCTIONS,
+    call_named,
+    fill,
+)
 
-from .grid import TensorGrid, grid_of_number
+from .grid import ActivationLayout, TensorGrid, grid_of_number
 
 _DIVISION = "_feature_division"  # attribute of a module
 
@@ -92,7 +100,7 @@ def _members(base: type[nn.Module]) -> dict[str, Any]:
         key = hidden_key(args, kwargs)
         block = kwargs[key] if isinstance(key, str) else args[key]
         division: FeatureDivision = self.__dict__[_DIVISION]
-        with _GroupReductions(division.name, division.grid, division.where, block.shape):
+        with _GroupReductions(division, block.shape, is_training=self.training):
             return base.forward(self, *args, **kwargs)
 
     return {"forward": forward}
@@ -183,11 +191,47 @@ class FeatureReductions(TorchFunctionMode):
 
 
 class _GroupReductions(FeatureReductions):
-    """Reductions over the features of all ranks that share the examples."""
+    """Reductions over the features of all ranks that share the examples, and random numbers that ranks share."""
 
-    def __init__(self, name: str, grid: TensorGrid, where: Where, shape: torch.Size) -> None:
-        super().__init__(name, grid.shape.mode, where, shape)
-        self._number = grid.tp_group.number
+    def __init__(self, division: FeatureDivision, shape: torch.Size, *, is_training: bool) -> None:
+        super().__init__(division.name, division.grid.shape.mode, division.where, shape)
+        self._number = division.grid.tp_group.number
+        self._layout = division.grid.shape.outer
+        self._is_training = is_training
+        self._num_draws = 0  # that ranks share
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        is_random = self._is_training and self._where != "module" and func in RANDOM_FUNCTIONS
+        if is_random and kwargs.get("generator") is None:
+            return self._draw(func, *args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _draw(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call a function that draws random numbers, from a stream that the ranks which need equal ones share."""
+        given = args[0] if args else kwargs.get("input")
+        if isinstance(given, torch.Tensor):
+            shape = given.shape[:2] + (1,) * (given.dim() - 2) if func in FEATURE_DROPOUTS else given.shape
+        else:
+            shape = func(*args, **{**kwargs, "device": "meta"}).shape  # which draws none
+        axes = shared_axes(shape, self._shape, self._layout)
+        if axes is None:
+            return func(*args, **kwargs)
+        if self._where == "region":
+            raise ConfigError(
+                f"{self._name!r} draws random numbers of shape {tuple(shape)}, which ranks share, but tp_mode='3d'"
+                " divides the examples in another way between linear layers: draw them in the layer around it, or use"
+                " tp_mode='2d' or '1d'"
+            )
+        self._num_draws += 1
+        if func in FILLS:
+            like = torch.empty_like(args[0])
+            return args[0].copy_(self._draw_shared(axes, fill, func, like, *args[1:], **kwargs))
+        return self._draw_shared(axes, func, *args, **kwargs)
+
+    def _draw_shared(self, axes: tuple[str, ...], func: Any, *args: Any, **kwargs: Any) -> Any:
+        call = func, len(args), tuple(kwargs), *args, *kwargs.values()
+        return _draw_in_shared_stream(self._number, self._num_draws, axes, *call)
 
     def mean(self, x: torch.Tensor, keepdim: bool, dtype: torch.dtype | None) -> torch.Tensor:
         return _feature_mean(self._number, keepdim, dtype, x)  # type: ignore[no-any-return]
@@ -199,6 +243,43 @@ class _GroupReductions(FeatureReductions):
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float | None) -> torch.Tensor:
         return _feature_rms_norm(self._number, eps, x, weight)  # type: ignore[no-any-return]
+
+
+def shared_axes(shape: Sequence[int], block: Sequence[int], layout: ActivationLayout) -> tuple[str, ...] | None:
+    """Return the axes of a grid along which ranks need other random numbers of a shape; None for all of them.
+
+    Ranks with the same examples need the same numbers for them, as for stochastic depth, where none is of a feature.
+
+    Args:
+        shape: Shape of the numbers.
+        block: Shape of a rank's block of the hidden states.
+        layout: Layout of the hidden states.
+    """
+    if math.prod(shape) == 1 and len(shape) < 2:
+        return ()  # such as whether a layer is left out
+    of_examples = layout.batch if shape[0] == block[0] else ()
+    if of_examples and all(size == 1 for size in shape[1:]):
+        return of_examples
+    if len(shape) == 1:
+        known: dict[int, tuple[str, ...]] = {**dict.fromkeys(block[1:-1], ()), block[-1]: (layout.features,)}
+        return known.get(shape[0])
+    if len(shape) != len(block) or any(size not in (1, full) for size, full in zip(shape, block, strict=True)):
+        return None  # of heads, or of features between two linear layers
+    of_features = () if shape[-1] == 1 else (layout.features,)
+    return None if of_examples and of_features else (*of_examples, *of_features)
+
+
+def _call_in_shared_stream(number: int, draw: int, axes: tuple[str, ...], *call: Any) -> Any:
+    grid = grid_of_number(number)
+    with grid.tp_group.rng.shared(draw, grid.shape.index(grid.tp_group.rank, axes)):
+        return call_named(number, *call)
+
+
+def _call_for_shape(number: int, draw: int, axes: tuple[str, ...], *call: Any) -> Any:
+    return call_named(number, *call)
+
+
+_draw_in_shared_stream = opaque(_call_in_shared_stream, _call_for_shape)
 
 
 def _group_of_features(number: int) -> tuple[dist.ProcessGroup, int]:
