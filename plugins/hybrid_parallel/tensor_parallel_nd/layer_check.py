@@ -217,7 +217,7 @@ class _ReplayedReductions(FeatureReductions):
 
 
 class _Difference(Exception):
-    """What a run on a block computes is no block of what the layer computes."""
+    """A layer computes on a block something else than a block of what it computes on all activations."""
 
 
 class _Rank:
