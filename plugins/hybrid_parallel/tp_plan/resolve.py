@@ -47,8 +47,9 @@ from .sequence_regions import (
 )
 from .tables import table_plan, transformers_plan
 from .token_wise_check import check_token_wise
-from .user_plan_check import verify_user_plan
+from .user_plan_check import modules_to_run, verify_user_plan
 from .validate import check_plan, check_styles
+from .weight_read_check import check_weight_reads
 
 _BY_ROWS = VOCABULARY_STYLES | {"colwise", "colwise_gather_output"}
 
@@ -340,6 +341,10 @@ def _choose_unadapted(
         with real_tensors():
             check_token_wise(resolved, model)
     check_plan(resolved, model, tp_size, is_user_plan=partial.is_user_plan)
-    with real_tensors():  # plans are tried out on values
-        unverified = verify_user_plan(resolved, model, tp_size) if partial.is_user_plan else ()
+    unverified: tuple[str, ...] = ()
+    if partial.is_derived or partial.is_user_plan:
+        with real_tensors():  # plans are tried out on values
+            if partial.is_user_plan:
+                unverified = verify_user_plan(resolved, model, tp_size)
+            check_weight_reads(resolved, model, modules_to_run(resolved, model))
     return replace(resolved, is_derived=partial.is_derived, notes=(*resolved.notes, *unverified))

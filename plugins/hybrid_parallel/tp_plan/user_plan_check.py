@@ -80,7 +80,7 @@ def verify_user_plan(plan: TensorParallelPlan, model: nn.Module, tp_size: int) -
     layers = [layer for stack in plan.stacks or find_stacks(model) for layer in stack]
     notes: dict[str, None] = {}
     known: set[tuple[object, ...]] = set()
-    for name in _modules_to_run(plan, model):
+    for name in modules_to_run(plan, model):
         module_plan = _module_plan(name, plan)
         prefix = f"{name}." if name else ""
         module = model.get_submodule(name)
@@ -98,7 +98,7 @@ def verify_user_plan(plan: TensorParallelPlan, model: nn.Module, tp_size: int) -
     return tuple(notes)
 
 
-def _modules_to_run(plan: TensorParallelPlan, model: nn.Module) -> list[str]:
+def modules_to_run(plan: TensorParallelPlan, model: nn.Module) -> list[str]:
     """Return the modules that contain column-parallel layers and their row-parallel layers, the inner ones first."""
     stacks = plan.stacks or find_stacks(model)
     layers = [entry for entry in plan.entries if not entry.is_parameter]
