@@ -44,6 +44,7 @@ from .pipeline_parallel.microbatch import PipelineRun
 from .pipeline_parallel.stage_forward import StageActivation, run_chunk
 from .pipeline_parallel.stage_module import StageModel
 from .pipeline_parallel.stage_partition.stage_plan import ModelChunk
+from .sequence_parallel.between_layers import explained_errors
 from .sequence_parallel.group import SequenceParallelGroup
 from .tensor_parallel.group import TensorParallelGroup
 from .tensor_parallel.mappings import gather_from_tp_region
@@ -146,7 +147,8 @@ class HybridModel(ZeroModel):
         Collective: yes.
         """
         try:
-            return super().forward(*args, **kwargs)
+            with explained_errors(self.module):
+                return super().forward(*args, **kwargs)
         finally:
             self.reset_parallel_state()
 
@@ -206,9 +208,10 @@ class HybridModel(ZeroModel):
         self.reset_parallel_state()
         try:
             if self.precision is None:
-                return run_chunk(self.module, self._stage_model.context, chunk, received, batch)
+                with explained_errors(self.module):
+                    return run_chunk(self.module, self._stage_model.context, chunk, received, batch)
             (batch,), _ = self.precision.convert_inputs((batch,), {})
-            with self.precision.forward_context(self._compute_device_type):
+            with explained_errors(self.module), self.precision.forward_context(self._compute_device_type):
                 boundary, outputs = run_chunk(self.module, self._stage_model.context, chunk, received, batch)
             return boundary, self.precision.convert_outputs(outputs)
         finally:

@@ -18,6 +18,7 @@ from booster.errors import ConfigError
 from booster.interface import ShardSpec
 from booster.plugins.base import taking_hooks
 
+from .sequence_parallel.between_layers import attach_to_model
 from .sequence_parallel.layer_context import is_in_backward
 from .sequence_parallel.layer_stack import attach_stack, run_on_all_tokens
 from .sequence_parallel.recorded_outputs import gather_returned_outputs
@@ -294,14 +295,17 @@ def _other_states(region: nn.Module) -> frozenset[str | int]:
 
 def attach_stacks(model: nn.Module, plan: TensorParallelPlan, splitter: SequenceSplitter) -> None:
     """Make the layers of a plan's stacks run on sharded hidden states, in place. Collective: no."""
-    for stack in plan.stacks:
+    layers = [[model.get_submodule(name) for name in stack] for stack in plan.stacks]
+    stacks = [
         attach_stack(
-            [model.get_submodule(name) for name in stack],
+            modules,
             splitter,
             begins_sharded=any(after == stack[0] for _, after in plan.handovers),
             ends_sharded=any(before == stack[-1] for before, _ in plan.handovers),
         )
-    model.register_forward_hook(gather_returned_outputs)
+        for stack, modules in zip(plan.stacks, layers, strict=True)
+    ]
+    attach_to_model(model, stacks, [layer for modules in layers for layer in modules])
 
 
 def _put_on_grid(module: nn.Module, entry: PlannedEntry, plan: TensorParallelPlan, grid: TensorGrid) -> None:

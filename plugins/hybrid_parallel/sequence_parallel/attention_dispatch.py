@@ -20,6 +20,7 @@ from booster.core.layer_stacks import subclass_of
 from booster.core.opaque_operator import autocast_dtype, call_in_graph, opaque
 from booster.errors import ConfigError
 
+from .example_draws import ExampleDrawMode, call_drawing
 from .group import SequenceParallelGroup
 from .layer_context import (
     SEQUENCE_INFO,
@@ -228,7 +229,7 @@ class AttentionDispatchMode(TorchFunctionMode):
             _check_not_along_tokens(func, *args, **kwargs)
         if func is torch.Tensor.unflatten:
             func = torch.unflatten  # torch.compile can trace it in a mode
-        return func(*args, **kwargs)
+        return call_drawing(func, args, kwargs)
 
 
 def _check_not_along_tokens(func: Any, x: torch.Tensor, dim: int = 0, *args: Any, **kwargs: Any) -> None:
@@ -255,29 +256,46 @@ def install_layer_context(layer: nn.Module, stack: ShardedStack) -> None:
         stack: The stack. If its attention sees this rank's tokens only, attention calls of the layer are dispatched.
     """
     layer.__dict__[_STACK] = stack
+    _intercept_submodules(layer, stack)
     if not stack.shards_attention:
+        layer.__class__ = subclass_of(
+            type(layer), "drawing for examples", _drawing_members, below=COMPILED | RECOMPUTED
+        )
         layer.__class__ = subclass_of(type(layer), "running", _running_members, below=RECOMPUTED)
         return
     use_sequence_attention(layer)
-    _intercept_submodules(layer, stack)
     layer.__class__ = subclass_of(type(layer), "intercepted", _intercepted_members, below=COMPILED | RECOMPUTED)
     # Outside of graphs, which would not set the thread's context.
     layer.__class__ = subclass_of(type(layer), "attending", _attending_members, below={WHOLE_LAYERS, BY_OPERATION})
+
+
+def _drawing_members(base: type[nn.Module]) -> dict[str, Any]:
+    @functools.wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.training or current_layer() is None:
+            return base.forward(self, *args, **kwargs)
+        with ExampleDrawMode():
+            return base.forward(self, *args, **kwargs)
+
+    return {"forward": forward}
 
 
 def _running_members(base: type[nn.Module]) -> dict[str, Any]:
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         info: SequenceInfo | None = kwargs.pop(SEQUENCE_INFO, None)
-        if info is not None:
-            hidden = kwargs[info.hidden] if isinstance(info.hidden, str) else args[info.hidden]
-            self.__dict__[_STACK].splitter.set_sequences(info.length, hidden.shape[0])
+        if info is None:
+            return base.forward(self, *args, **kwargs)
+        stack: ShardedStack = self.__dict__[_STACK]
+        hidden = kwargs[info.hidden] if isinstance(info.hidden, str) else args[info.hidden]
+        stack.splitter.set_sequences(info.length, hidden.shape[0])
         if torch.compiler.is_compiling():
             return base.forward(self, *args, **kwargs)
         try:
-            return base.forward(self, *args, **kwargs)
+            with enter_layer(LayerContext(stack, info.length, ())):
+                return base.forward(self, *args, **kwargs)
         except RuntimeError as error:
-            if info is None or not re.search(r"must match|size mismatch|is invalid for input", str(error)):
+            if not re.search(r"must match|size mismatch|is invalid for input", str(error)):
                 raise
             raise ConfigError(
                 f"{type(self).__name__} failed on this rank's {hidden.shape[1]} of {info.length} tokens ({error}):"
@@ -329,7 +347,7 @@ def _attending_members(base: type[nn.Module]) -> dict[str, Any]:
 
 
 def _intercept_submodules(layer: nn.Module, stack: ShardedStack) -> None:
-    """Record the arguments of a layer's submodules, and dispatch attention if they are recomputed separately.
+    """Record the arguments of a layer's submodules, and intercept functions if they are recomputed separately.
 
     Only submodules with children, such as an attention with projections. Their classes are replaced by subclasses of
     the same name.
@@ -355,7 +373,9 @@ def _submodule_members(base: type[nn.Module]) -> dict[str, Any]:
                 return base.forward(self, *args, **kwargs)
         if not is_in_backward():
             return base.forward(self, *args, **kwargs)
-        with enter_layer(LayerContext(self.__dict__[_STACK], None, ())), AttentionDispatchMode():
+        stack: ShardedStack = self.__dict__[_STACK]
+        mode = AttentionDispatchMode if stack.shards_attention else ExampleDrawMode
+        with enter_layer(LayerContext(stack, None, ())), mode():
             return base.forward(self, *args, **kwargs)
 
     return {"forward": forward}

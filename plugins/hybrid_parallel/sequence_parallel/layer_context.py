@@ -29,6 +29,10 @@ class ShardedStack(Protocol):
         """Return the full length of a sequence from this rank's number of tokens."""
         ...
 
+    def is_of_examples(self, shape: torch.Size) -> bool:
+        """Whether random numbers of this shape hold for all tokens of an example."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceInfo:

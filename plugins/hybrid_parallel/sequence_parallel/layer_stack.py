@@ -127,6 +127,8 @@ class LayerStack:
         begins_sharded: Whether the first layer gets this rank's tokens, of another chunk's.
         ends_sharded: Whether the last layer passes them on.
         shards_attention: Whether attention sees this rank's tokens only.
+        num_sequences: Number of sequences of the last forward.
+        last_lengths: Number of this rank's tokens and of all of a sequence in the last forward.
     """
 
     def __init__(self, splitter: SequenceSplitter, *, begins_sharded: bool, ends_sharded: bool) -> None:
@@ -134,6 +136,8 @@ class LayerStack:
         self.begins_sharded = begins_sharded
         self.ends_sharded = ends_sharded
         self.shards_attention = splitter.attention_group is not None
+        self.num_sequences = 1
+        self.last_lengths = (1, 1)
         self._num_ranks = 0 if splitter.attention_group is None else splitter.attention_group.size
         self._forward: _StackForward | None = None
         self._lengths_seen: set[int] = set()
@@ -141,6 +145,15 @@ class LayerStack:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerStack:
         return self
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the first layer has run in this forward, and the last one has not."""
+        return self._forward is not None
+
+    def drop_forward(self) -> None:
+        """Drop the state of a forward that did not end."""
+        self._forward = None
 
     def full_length(self, local_length: int) -> int:
         """Return the full length of a sequence from this rank's number of tokens.
@@ -162,7 +175,7 @@ class LayerStack:
             )
         return local_length
 
-    def begin(self, x: torch.Tensor, *, is_training: bool) -> tuple[torch.Tensor, int]:
+    def begin(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Return this rank's tokens of the hidden states, and the full length."""
         if x.dim() != 3:
             raise ConfigError(
@@ -177,9 +190,34 @@ class LayerStack:
             self._forward = _StackForward(length, CapturedOutputs(sees_all_tokens=not self.shards_attention))
         if length < self._num_ranks**2:
             self._short_lengths.add(length)
-        if is_training and length >= self._num_ranks:  # not where all ranks compute all, see Note [Short sequences]
-            self.splitter.rng.enter(force=True)
-        return x if self.begins_sharded else self.splitter.scatter(x, _TOKENS), length
+        hidden = x if self.begins_sharded else self.splitter.scatter(x, _TOKENS)
+        self.num_sequences, self.last_lengths = x.shape[0], (hidden.shape[_TOKENS], length)
+        return hidden, length
+
+    def enter_stream(self, length: int, *, is_first: bool) -> None:
+        """Let a layer draw random numbers from this rank's stream."""
+        if length >= self._num_ranks:  # not where all ranks compute all, see Note [Short sequences]
+            self.splitter.rng.enter(force=is_first)
+
+    def leave_stream(self, *, is_last: bool) -> None:
+        """Let the model draw the same random numbers on all ranks after a layer.
+
+        A model that skips layers at random thus skips the same ones on all ranks.
+        """
+        if is_last:
+            self.splitter.rng.leave()
+        else:
+            self.splitter.rng.share()
+
+    def is_of_examples(self, shape: torch.Size) -> bool:
+        """Whether random numbers of this shape hold for all tokens of an example.
+
+        Features are those of all ranks where the sequence has an axis of its own only.
+        """
+        if all(size == 1 for size in shape[1:]):
+            return len(shape) > 2 or shape.numel() in (1, self.num_sequences)
+        has_several_tokens = self.last_lengths[1] >= 2 * self._num_ranks  # on each rank
+        return self.shards_attention and has_several_tokens and len(shape) > 2 and shape[1] == 1
 
     def _received_length(self, x: torch.Tensor) -> int:
         if is_in_backward():
@@ -187,7 +225,7 @@ class LayerStack:
         noted = noted_full_length(x)
         return self.splitter.find_length(x.shape[_TOKENS]) if noted is None else noted
 
-    def end(self, output: Any, length: int, *, is_training: bool) -> Any:
+    def end(self, output: Any, length: int) -> Any:
         """Return a layer's output with gathered hidden states, or with this rank's for another chunk."""
 
         def gather(x: torch.Tensor) -> torch.Tensor:
@@ -198,8 +236,6 @@ class LayerStack:
         gathered = map_hidden(output, gather)
         if self.ends_sharded:
             note_full_length(gathered, length)
-        if is_training:
-            self.splitter.rng.leave()
         self.splitter.set_sequences(None)
         self._forward = None
         return gathered
@@ -251,7 +287,7 @@ class _LayerHooks:
         named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         key = hidden_key(args, kwargs)
         if self._index == 0:
-            hidden, length = self._stack.begin(named[key], is_training=module.training)
+            hidden, length = self._stack.begin(named[key])
             if self._is_last:  # run after transformers' hooks, which are registered at the first call
                 hooks = module._forward_hooks
                 hooks[self._post_forward_id] = hooks.pop(self._post_forward_id)
@@ -263,14 +299,18 @@ class _LayerHooks:
                 named[other] = self._argument(other, named[other], length, unsharded)
         named[key] = hidden
         named[SEQUENCE_INFO] = SequenceInfo(length=length, hidden=key, unsharded=tuple(unsharded))
+        if module.training:
+            self._stack.enter_stream(length, is_first=self._index == 0)
         return tuple(named.pop(position) for position in range(len(args))), named
 
     @not_compiled
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Gather the hidden states of the last layer, or mark those of another one as sharded."""
         splitter, length = self._stack.splitter, kwargs[SEQUENCE_INFO].length
+        if module.training:
+            self._stack.leave_stream(is_last=self._is_last)
         if self._is_last:
-            return self._stack.end(output, length, is_training=module.training)
+            return self._stack.end(output, length)
         if not is_in_backward():
             mark_sharded(output, lambda x: splitter.gather(x, _TOKENS, length))
         return None

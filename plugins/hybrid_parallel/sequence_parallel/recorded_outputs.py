@@ -18,7 +18,7 @@ from torch import nn
 
 from booster.core.compiling import not_compiled
 from booster.errors import ConfigError
-from booster.pytree import map_tensors
+from booster.pytree import iter_tensors, map_tensors
 
 _GATHER = "_gather_tokens"
 
@@ -89,6 +89,11 @@ def mark_sharded(output: Any, gather: Callable[[torch.Tensor], torch.Tensor]) ->
     hidden = output[0] if isinstance(output, (tuple, list)) and output else output
     if isinstance(hidden, torch.Tensor):
         setattr(hidden, _GATHER, gather)
+
+
+def has_sharded(output: Any) -> bool:
+    """Whether a model's output has hidden states that `gather_returned_outputs` gathers."""
+    return any(hasattr(one, _GATHER) for one in iter_tensors(output))
 
 
 @not_compiled

@@ -57,7 +57,7 @@ def _named(where: Any, names: str) -> frozenset[Callable[..., Any]]:
 
 # By what their arguments say about randomness: a probability and whether it is training; a probability; or always.
 _ALPHA_DROPOUTS = _named(F, "alpha_dropout feature_alpha_dropout")  # by default not in training
-_DROPOUTS = _named(F, "dropout dropout1d dropout2d dropout3d") | _ALPHA_DROPOUTS
+DROPOUTS = _named(F, "dropout dropout1d dropout2d dropout3d") | _ALPHA_DROPOUTS
 _ATTENTION = F.scaled_dot_product_attention
 _DRAWS = _named(F, "gumbel_softmax rrelu") | _named(
     torch,
@@ -69,8 +69,16 @@ FILLS = _named(torch.Tensor, "bernoulli_ uniform_ normal_ random_ exponential_ g
 """Those that write their first argument."""
 FEATURE_DROPOUTS = _named(F, "dropout1d dropout2d dropout3d feature_alpha_dropout")
 """Dropouts that draw one number for all elements behind the first two dimensions."""
-RANDOM_FUNCTIONS = _DROPOUTS | _DRAWS | FILLS
+RANDOM_FUNCTIONS = DROPOUTS | _DRAWS | FILLS
 """Functions that draw random numbers, without attention."""
+
+
+def is_dropping(
+    func: Any, input: torch.Tensor, p: float = 0.5, training: bool | None = None, inplace: bool = False
+) -> bool:
+    """Whether a call of one of `DROPOUTS` draws numbers."""
+    is_training = func not in _ALPHA_DROPOUTS if training is None else training
+    return is_training and p > 0
 
 
 class RandomFunctionMode(TorchFunctionMode):
@@ -92,7 +100,7 @@ class RandomFunctionMode(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in FILLS:
             return args[0].copy_(self._draw(fill, func, torch.empty_like(args[0]), *args[1:], **kwargs))
-        if func in _DROPOUTS:
+        if func in DROPOUTS:
             return self._drop(func, *args, **kwargs)
         if func in _DRAWS or (func is _ATTENTION and _drops_scores(*args, **kwargs)):
             return self._draw(func, *args, **kwargs)
@@ -106,8 +114,7 @@ class RandomFunctionMode(TorchFunctionMode):
         training: bool | None = None,
         inplace: bool = False,
     ) -> torch.Tensor:
-        is_training = func not in _ALPHA_DROPOUTS if training is None else training
-        if not is_training or p == 0:
+        if not is_dropping(func, input, p, training):
             return input
         dropped: torch.Tensor = self._draw(func, input, p, True)
         return input.copy_(dropped) if inplace else dropped

@@ -16,11 +16,16 @@ _NUM_HASH_BITS = 48
 _NUM_TAG_BITS = 15  # 63 bits in total, as seeds may be signed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Region:
     seed: int
     outer_states: tuple[torch.Tensor, ...]
     seeded_states: tuple[torch.Tensor, ...]
+    has_drawn: list[bool]
+
+    def note_draws(self) -> None:
+        pairs = zip(self.seeded_states, _states(), strict=True)
+        self.has_drawn = [known or not torch.equal(*pair) for known, pair in zip(self.has_drawn, pairs, strict=True)]
 
 
 class TensorParallelRNG:
@@ -32,10 +37,14 @@ class TensorParallelRNG:
     their states and the rank. Leaving it restores the states; if the region has drawn numbers, one number is drawn
     after that, so that the next region does not start in the same state.
 
+    In a region, ranks may share the stream for a while, such as for numbers that hold for all tokens of an example.
+    What follows is again a stream of the rank, but another one, as ranks may have drawn other amounts before.
+
     The streams are a function of the default generators' states alone. Activation checkpointing, which restores these,
     repeats the same masks, and a model without dropout draws the numbers of a single process. A recomputed forward may
     stop inside of a region, as soon as backward has all it needs, and another forward may follow. Therefore the open
-    region is only recorded in the generator's state: the top bits of its seed identify the axis.
+    region is only recorded in the generator's state: the top bits of its seed identify the axis and whether ranks share
+    the stream; the others are a number that all ranks know, combined with the rank unless they share it.
 
     Args:
         rank: This rank in the group over which the activations are sharded.
@@ -44,29 +53,45 @@ class TensorParallelRNG:
 
     def __init__(self, rank: int, axis: str = "sequence") -> None:
         self._axis = axis
+        self._rank_bits = _hash(_NUM_HASH_BITS, axis.encode(), rank.to_bytes(8, "little"))
         self._tag = _hash(_NUM_TAG_BITS, axis.encode())
-        self._rank_hash = _hash(_NUM_HASH_BITS, axis.encode(), rank.to_bytes(8, "little"))
+        self._shared_tag = _hash(_NUM_TAG_BITS, axis.encode(), b"shared")
         self._region: _Region | None = None
 
     @property
     def is_entered(self) -> bool:
-        """Whether the innermost open region is one of this axis."""
+        """Whether the innermost open region is one of this axis, with a stream of the rank."""
         return torch.default_generator.initial_seed() >> _NUM_HASH_BITS == self._tag
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether the innermost open region is one of this axis, whose stream the ranks share; see `share`."""
+        return torch.default_generator.initial_seed() >> _NUM_HASH_BITS == self._shared_tag
+
     def enter(self, *, force: bool = False) -> None:
-        """Enter a region, unless one is open. Collective: no.
+        """Enter a region, unless one is open, or end `share`. Collective: no.
 
         Args:
             force: If True, always enter a new region and drop an open one, for callers that start a new forward.
         """
         if is_fake_world() or (self.is_entered and not force):
             return  # in a fake process group tensors have no values
+        if self.is_shared and not force:
+            self._reseed(self._tag << _NUM_HASH_BITS | self._next_number(_number_of_seed()) ^ self._rank_bits)
+            return
         outer_states = _states()
-        state_bytes = (state.cpu().numpy().tobytes() for state in outer_states)
-        common = _hash(_NUM_HASH_BITS, self._axis.encode(), *state_bytes)
-        seed = self._tag << _NUM_HASH_BITS | (common ^ self._rank_hash)  # from which `shared` finds the common part
+        number = _hash(_NUM_HASH_BITS, self._axis.encode(), *(state.cpu().numpy().tobytes() for state in outer_states))
+        seed = self._tag << _NUM_HASH_BITS | number ^ self._rank_bits
         _seed(seed)
-        self._region = _Region(seed, outer_states, _states())
+        self._region = _Region(seed, outer_states, _states(), [False] * len(outer_states))
+
+    def share(self) -> None:
+        """Draw numbers in the open region, if any, from a stream that is the same on all ranks, until `enter`.
+
+        Collective: no.
+        """
+        if self.is_entered:
+            self._reseed(self._shared_tag << _NUM_HASH_BITS | self._next_number(_number_of_seed() ^ self._rank_bits))
 
     @contextmanager
     def shared(self, *key: int) -> Iterator[None]:
@@ -81,8 +106,7 @@ class TensorParallelRNG:
             yield
             return
         own_states = _states()
-        common = torch.default_generator.initial_seed() % (1 << _NUM_HASH_BITS) ^ self._rank_hash
-        parts = (number.to_bytes(8, "little") for number in (common, *key))
+        parts = (number.to_bytes(8, "little") for number in (_number_of_seed() ^ self._rank_bits, *key))
         _seed(self._tag << _NUM_HASH_BITS | _hash(_NUM_HASH_BITS, b"shared", *parts))
         try:
             yield
@@ -96,13 +120,36 @@ class TensorParallelRNG:
         region, self._region = self._region, None
         if region is None or region.seed != torch.default_generator.initial_seed():
             return
-        has_drawn = [
-            not torch.equal(seeded, current) for seeded, current in zip(region.seeded_states, _states(), strict=True)
-        ]
-        for device, outer_state, needs_step in zip(_devices(), region.outer_states, has_drawn, strict=True):
+        region.note_draws()
+        for device, outer_state, needs_step in zip(_devices(), region.outer_states, region.has_drawn, strict=True):
             _restore(device, outer_state)
             if needs_step:
                 torch.rand(1, device=device)
+
+    def _reseed(self, seed: int) -> None:
+        region = self._region  # in a recomputation, which restores the state itself, another one or none
+        if region is not None and region.seed != torch.default_generator.initial_seed():
+            region = None
+        if region is not None:
+            region.note_draws()
+        _seed(seed)
+        if region is not None:
+            region.seed, region.seeded_states = seed, _states()
+
+    def _next_number(self, number: int) -> int:
+        return _hash(_NUM_HASH_BITS, self._axis.encode(), number.to_bytes(8, "little"))
+
+
+def _number_of_seed() -> int:
+    return torch.default_generator.initial_seed() & ((1 << _NUM_HASH_BITS) - 1)
+
+
+def _seed(seed: int) -> None:
+    for device in _devices():
+        if device.type == "cpu":
+            torch.default_generator.manual_seed(seed)
+        else:
+            torch.get_device_module(device.type).manual_seed(seed)
 
 
 def _devices() -> tuple[torch.device, ...]:
@@ -117,14 +164,6 @@ def _states() -> tuple[torch.Tensor, ...]:
         torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device.type).get_rng_state(device)
         for device in _devices()
     )
-
-
-def _seed(seed: int) -> None:
-    for device in _devices():
-        if device.type == "cpu":
-            torch.default_generator.manual_seed(seed)
-        else:
-            torch.get_device_module(device.type).manual_seed(seed)
 
 
 def _restore(device: torch.device, state: torch.Tensor) -> None:
