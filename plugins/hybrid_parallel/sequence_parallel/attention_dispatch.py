@@ -581,6 +581,6 @@ def _check_supported(module: nn.Module, given: dict[str, Any]) -> None:
             )
     if given.get("output_attentions"):
         raise ConfigError(
-            "output_attentions=True requests attention weights, which sequence parallelism never computes in full:"
-            " leave it out"
+            "output_attentions=True requests attention weights, which no rank computes in full where sequence"
+            " parallelism shards the tokens: leave it out, or use sequence_parallelism_mode='split_gather'"
         )

@@ -187,7 +187,11 @@ class LayerStack:
             self._lengths_seen.add(length)
         self._forward = None
         if not is_in_backward():
-            self._forward = _StackForward(length, CapturedOutputs(sees_all_tokens=not self.shards_attention))
+            mode = "" if self.splitter.attention_group is None else self.splitter.attention_group.mode
+            captured = CapturedOutputs(
+                sees_all_tokens=not self.shards_attention, divided_by=f"sequence_parallelism_mode={mode!r}"
+            )
+            self._forward = _StackForward(length, captured)
         if length < self._num_ranks**2:
             self._short_lengths.add(length)
         hidden = x if self.begins_sharded else self.splitter.scatter(x, _TOKENS)

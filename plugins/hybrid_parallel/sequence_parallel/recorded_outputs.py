@@ -45,19 +45,22 @@ class CapturedOutputs:
     """Outputs that transformers' hooks capture between creation and the end of a stack.
 
     Args:
-        sees_all_tokens: Whether attention sees all tokens, so that its weights can be captured.
+        sees_all_tokens: Whether attention sees all tokens and examples, so that its weights can be captured.
+        divided_by: What else divides them, for the error.
 
     Raises:
         ConfigError: Attention weights are requested, but no rank computes them in full.
     """
 
-    def __init__(self, *, sees_all_tokens: bool) -> None:
+    def __init__(
+        self, *, sees_all_tokens: bool, divided_by: str = "a grid of ranks (tp_mode='2d', '2.5d' or '3d')"
+    ) -> None:
         self._lists = captured_lists()
         self._lengths_before = {key: len(value) for key, value in self._lists.items()}
         if not sees_all_tokens and any("attentions" in key for key in self._lists):
             raise ConfigError(
-                "output_attentions=True requests attention weights, which sequence parallelism never computes in full:"
-                " leave it out, also in the config"
+                f"output_attentions=True requests attention weights, which no rank computes in full with {divided_by}:"
+                " leave it out, also in the config, or use tp_size alone, whose ranks compute those of their heads"
             )
 
     def gather(self, local_shape: torch.Size, gather_tokens: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
