@@ -327,14 +327,18 @@ class ShardedParam:
         for tensor, storage in self._storages:
             if tensor.untyped_storage() is not storage:
                 return "memory"
+        return "parameter" if self.is_replaced() else None
+
+    def is_replaced(self) -> bool:
+        """Return whether a module has another tensor in place of this parameter."""
         for parameters, name in self._places:
             shown = parameters.get(name)
             if shown is self.parameter:
                 continue
             attributes = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
             if shown is None or all(shown is not getattr(self.fsdp_param, one, None) for one in attributes):
-                return "parameter"
-        return None
+                return True
+        return False
 
     def sharded(self, full_tensor: torch.Tensor) -> DTensor:
         """Return a DTensor of this rank's rows of a tensor in the shape of the parameter."""

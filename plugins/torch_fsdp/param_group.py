@@ -24,7 +24,7 @@ from booster.plugins.sharding.collective_order import CollectiveKind, Collective
 from booster.plugins.sharding.optimizer import written_weights_error
 from booster.pytree import map_tensors
 
-from .fsdp2_internals import AllGather, FSDP2ParamGroup, ShardedParam, hooked_tensors
+from .fsdp2_internals import AllGather, FSDP2ParamGroup, ShardedParam, hooked_tensors, replaced_parameter_error
 
 
 class ParamGroupAllGather(AllGather):
@@ -274,6 +274,7 @@ class ParamGroup:
             if self._running_submodule is submodule:  # a direct call that has raised
                 self._running_submodule = None
             return None
+        self._check_not_replaced()
         self._running_submodule = submodule
         self._unshard_for_inference()
         arguments = self.fsdp2.pre_forward(args, kwargs)
@@ -324,6 +325,13 @@ class ParamGroup:
         shown = [param.unsharded_param for param in self.params]
         return [None if one is None else (one._version, one.untyped_storage()._cdata) for one in shown]
 
+    @not_compiled
+    def _check_not_replaced(self, *unused: Any) -> None:
+        """Refuse tensors that `torch.func.functional_call` has put into the user's modules, before a gather."""
+        for one in self.params:
+            if one.is_replaced():
+                raise replaced_parameter_error(one.name)
+
     def _unshard_for_inference(self, *unused: Any) -> None:
         """Gather the weights outside of inference mode.
 
@@ -339,6 +347,7 @@ class ParamGroup:
         self.input_hook = InputGradHook(cast(nn.Module, module), self._on_input_gradients)
         self.fsdp2.replace_backward(self._post_backward, self.input_hook.register, self._prepare_backward)
         cast(nn.Module, module).register_forward_pre_hook(self._unshard_for_inference, prepend=True)
+        cast(nn.Module, module).register_forward_pre_hook(self._check_not_replaced, prepend=True)
         cast(nn.Module, module).register_forward_pre_hook(self._begin_forward)  # behind FSDP2's, which gathers
         cast(nn.Module, module).register_forward_hook(self._end_forward)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import pytest
@@ -12,6 +13,7 @@ from gemini_models import WIDTH, Stack, adamw
 from harness import distributed
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -208,6 +210,51 @@ def test_a_weight_that_another_takes_the_place_of(change):
 
     with pytest.raises(ConfigError, match=r"'0\.0\.weight' was replaced by another parameter after boost"):
         change_and_run()
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize("part", ["the model", "a module", "a parameter group", "a name"])
+def test_functional_call_of_the_unwrapped_model(part, strategy):
+    policy = ModuleWrapPolicy({nn.Sequential}) if part == "a parameter group" else None
+    booster, model, _ = boosted(auto_wrap_policy=policy, sharding_strategy=strategy)
+    x = torch.ones(1, 5, device=booster.device)
+    expected = model(x)
+    module = booster.unwrap_model(model)
+    called = module if part in ("the model", "a name") else module[0] if part == "a parameter group" else module[0][0]
+    given = {name: one * 0 for name, one in called.named_parameters()}
+    if part == "a name":
+        given = {"1.0.bias": given["1.0.bias"]}
+    with pytest.raises(ConfigError, match=r"was replaced .*functional_call works inside of `with model.gathered\(\):`"):
+        torch.func.functional_call(called, given, (x,))
+    torch.testing.assert_close(model(x), expected)
+    with model.gathered():
+        zeros = {name: torch.zeros_like(one) for name, one in called.named_parameters()}
+        assert not torch.func.functional_call(called, zeros, (x,)).any()
+
+
+class Generated(nn.Module):
+    """Linear layers of which one runs with weights that the other computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.main, self.other = nn.Linear(5, 5), nn.Linear(5, 30)
+
+    def forward(self, x):
+        weight, bias = self.other(x).mean(0).split([25, 5])
+        return torch.func.functional_call(self.main, {"weight": weight.view(5, 5), "bias": bias}, (x,))
+
+
+@distributed(world_size=2)
+def test_functional_call_within_a_forward_uses_the_given_weights():
+    torch.manual_seed(0)
+    plain, x = Generated().to(current_device()), torch.randn(3, 5, device=current_device())
+    booster, model, optimizer = boosted(copy.deepcopy(plain))
+    booster.backward(model(x).square().mean(), optimizer)
+    optimizer.step()
+    plain(x).square().mean().backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    torch.testing.assert_close(model(x), plain(x))
 
 
 @distributed(world_size=2)
