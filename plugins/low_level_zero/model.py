@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -9,10 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from booster.comm import AllGather, start_all_gather
-from booster.core.compiling import is_compiled_layer, not_compiled
+from booster.core.compiling import EagerHook, is_compiled_layer, not_compiled
 from booster.interface import Shard
 from booster.plugins.base import DistributedModel, ForwardWrites, refuse_conversion
 
@@ -20,10 +25,20 @@ from .grad_bucket import GradientBucket
 
 
 class ParamAllGather:
-    """All-gather of the weights after a step, of all buckets, which are given in the order of backward."""
+    """All-gather of the weights after a step.
 
-    def __init__(self, buckets: Sequence[GradientBucket]) -> None:
+    Args:
+        buckets: All buckets, in the order of backward.
+        model: The boosted model.
+
+    Attributes:
+        module_hook: Hook of modules that are called while weights are in flight.
+    """
+
+    def __init__(self, buckets: Sequence[GradientBucket], model: ZeroModel) -> None:
         self._buckets = buckets[::-1]  # the order of forward
+        self._modules = tuple(model.module.modules())
+        self.module_hook = WaitBeforeModules(self, model)
         self._in_flight: dict[int, AllGather] = {}
         self._needed: dict[int, list[int]] = {}
 
@@ -41,18 +56,77 @@ class ParamAllGather:
             for param_grad in one.param_grads:
                 self._needed.setdefault(id(param_grad.parameter), []).append(index)
 
+    def wait_before_modules(self) -> None:
+        """Let the user's modules wait when they are called by themselves; those that run no hook wait now."""
+        if any(one._compiled_call_impl is not None for one in self._modules):
+            self.wait()
+        else:
+            self.module_hook.register()
+
     @not_compiled
     def wait(self) -> None:
         """Wait for all weights."""
         for index in list(self._in_flight):
             self._in_flight.pop(index).wait()
         self._needed.clear()
+        self.module_hook.remove()
 
     def wait_for(self, parameter: nn.Parameter) -> None:
         """Wait for one parameter."""
         for index in self._needed.pop(id(parameter), ()):
             if index in self._in_flight:
                 self._in_flight.pop(index).wait()
+
+
+class WaitBeforeModules:
+    """Hook by which the user's modules, called by themselves and not by the boosted model, wait for all weights.
+
+    It is torch's hook of all modules, and registered only while weights are in flight outside of the boosted model's
+    forward. Hooks of each module would be copied and scripted with it, and torch.compile would leave them out.
+
+    Args:
+        all_gather: All-gather of the weights.
+        model: The boosted model.
+    """
+
+    def __init__(self, all_gather: ParamAllGather, model: ZeroModel) -> None:
+        self._all_gather = weakref.ref(all_gather)  # torch holds the hook, if the model is deleted before its forward
+        self._modules = frozenset(map(id, model.module.modules()))
+        self._compiled = self._modules | {id(model)}
+        self._handle: RemovableHandle | None = None
+
+    def register(self) -> None:
+        """Register the hook."""
+        if self._handle is None:
+            _ignore_warning_of_compiled_modules()
+            self._handle = register_module_forward_pre_hook(EagerHook(self._wait))
+
+    def remove(self) -> None:
+        """Remove the hook."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def _wait(self, module: nn.Module, args: Any) -> None:
+        all_gather = self._all_gather()
+        if all_gather is None:
+            self.remove()
+        elif id(module) in self._modules or id(_compiled_module(module)) in self._compiled:
+            all_gather.wait()
+
+
+def _compiled_module(module: nn.Module) -> nn.Module | None:
+    """Return the module that torch.compile has wrapped, or None."""
+    modules = module._modules  # not getattr(), by which a boosted model waits; those of TorchScript have no get()
+    if "_orig_mod" not in modules:
+        return None
+    return modules["_orig_mod"]
+
+
+@functools.cache
+def _ignore_warning_of_compiled_modules() -> None:
+    # That hooks of all modules are called for the wrapper as well, which is right here.
+    warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
 
 
 class WaitForParams(TorchFunctionMode):
@@ -65,6 +139,16 @@ class WaitForParams(TorchFunctionMode):
     def __init__(self, all_gather: ParamAllGather) -> None:
         super().__init__()
         self._all_gather = all_gather
+
+    def __enter__(self) -> WaitForParams:
+        self._all_gather.module_hook.remove()  # which would wait for all weights
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if self._all_gather.is_pending:
+            self._all_gather.wait_before_modules()
 
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -93,7 +177,7 @@ class ZeroModel(DistributedModel):
     """Boosted model; every rank holds all weights.
 
     With `overlap_allgather` the weights of other ranks may still be in flight after a step: the forward, the methods of
-    this class, and `unwrap()` wait for them. References to parameters from before boost() do not.
+    this class, `unwrap()`, and calls of the user's modules wait for them. References to parameters do not.
 
     Args:
         module: The user's model.

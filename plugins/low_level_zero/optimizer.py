@@ -182,7 +182,7 @@ class ZeroOptimizer(ShardedOptimizer):
             self._part.tied_names(),
             writes=self.model.forward_writes,
         )
-        self.param_all_gather = ParamAllGather(self._reducer.buckets)
+        self.param_all_gather = ParamAllGather(self._reducer.buckets, self.model)
         self.model.connect(self.param_all_gather)
         shards = [one.shard for flat in self._flat_groups for one in flat.owned]
         local = (one for flat in self._flat_groups for one in zip(flat.names, flat.parameters, strict=True))
@@ -307,7 +307,9 @@ class ZeroOptimizer(ShardedOptimizer):
             torch.autograd.graph.increment_version(flat.parameters)
             flat.record_versions()
         self.param_all_gather.start()
-        if not self._config.overlap_allgather:
+        if self._config.overlap_allgather:
+            self.param_all_gather.wait_before_modules()
+        else:
             self.param_all_gather.wait()
 
     def _step_shards(self) -> None:

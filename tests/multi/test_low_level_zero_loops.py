@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -135,3 +137,95 @@ def test_a_copy_of_the_model_is_on_its_own_and_casts_are_refused():
         twins.model.half()
     twins.model.to(current_device())
     twins.train(range(7, 9)).assert_equal()
+
+
+KEPT = {
+    "the user's model": lambda model, booster: booster.unwrap_model(model),
+    "module": lambda model, booster: model.module,
+    "submodules": lambda model, booster: _Chain(*model.module),
+    "compiled": lambda model, booster: torch.compile(booster.unwrap_model(model), backend="aot_eager"),
+    "compiled in place": lambda model, booster: _compiled_in_place(booster.unwrap_model(model)),
+    "in another module": lambda model, booster: _Chain(booster.unwrap_model(model)),
+    "in evaluation": lambda model, booster: booster.unwrap_model(model),
+}
+
+
+class _Chain:
+    """Calls modules one after another."""
+
+    def __init__(self, *modules):
+        self.modules = modules
+
+    def __call__(self, x):
+        for module in self.modules:
+            x = module(x)
+        return x
+
+
+def _compiled_in_place(module):
+    module.compile(backend="aot_eager")
+    return module
+
+
+def _mlp(traces=False):
+    torch.manual_seed(0)
+    first = nn.Linear(6, 8)
+    return nn.Sequential(torch.jit.trace(first, torch.ones(2, 6)) if traces else first, nn.Tanh(), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("traces", [False, True])
+@pytest.mark.parametrize("kept", KEPT)
+@distributed(world_size=2)
+def test_modules_that_are_kept_from_before_the_loop_wait_for_weights(kept, traces):
+    plain = _mlp().to(current_device())
+    booster = Booster(plugin=LowLevelZeroPlugin(precision="fp32", overlap_allgather=True, reduce_bucket_size_in_m=1e-5))
+    model, optimizer, *_ = booster.boost(model := _mlp(traces), torch.optim.SGD(model.parameters(), lr=0.5))
+    reference = torch.optim.SGD(plain.parameters(), lr=0.5)
+    run = KEPT[kept](model, booster)
+    for step in range(4):
+        batch = torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).to(current_device())
+        part = batch.chunk(2)[dist.get_rank()]
+        if kept == "in evaluation":
+            with torch.no_grad():
+                torch.testing.assert_close(run(batch), plain(batch))
+        called = model if kept == "in evaluation" else run
+        booster.backward(called(part).square().mean(), optimizer)
+        plain(batch).square().mean().backward()
+        for one in (optimizer, reference):
+            one.step()
+            one.zero_grad()
+    torch.testing.assert_close(list(model.parameters()), list(plain.parameters()))
+
+
+@distributed(world_size=2)
+def test_the_boosted_model_runs_its_first_layers_while_weights_are_in_flight():
+    booster = Booster(plugin=LowLevelZeroPlugin(precision="fp32", overlap_allgather=True, reduce_bucket_size_in_m=1e-5))
+    model, optimizer, *_ = booster.boost(model := _mlp(), torch.optim.SGD(model.parameters(), lr=0.5))
+    other, pending, x = nn.Linear(6, 6, device=current_device()), [], torch.ones(2, 6, device=current_device())
+    model.module[0].register_forward_hook(lambda *_: pending.append(optimizer.param_all_gather.is_pending))
+    for _ in range(3):
+        other(x)  # another model's forward does not wait, nor does a module around the boosted model
+        booster.backward(nn.Sequential(other, model)(x).sum(), optimizer)
+        assert not nn.modules.module._has_any_global_hook()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert pending == [False, True, True]
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(x[:, 1:])
+    assert optimizer.param_all_gather.is_pending
+    model.module[2](torch.ones(2, 8, device=current_device()))
+    assert not optimizer.param_all_gather.is_pending
+
+
+@distributed(world_size=2)
+def test_a_model_that_is_deleted_while_weights_are_in_flight_leaves_no_hook():
+    booster = Booster(plugin=LowLevelZeroPlugin(precision="fp32", overlap_allgather=True))
+    model, optimizer, *_ = booster.boost(model := _mlp(), torch.optim.SGD(model.parameters(), lr=0.5))
+    booster.backward(model(torch.ones(2, 6, device=current_device())).sum(), optimizer)
+    optimizer.step()
+    deleted = weakref.ref(optimizer.param_all_gather)
+    del model, optimizer, booster
+    gc.collect()
+    assert deleted() is None
+    nn.Linear(1, 1)(torch.ones(1, 1))
+    assert not nn.modules.module._has_any_global_hook()
