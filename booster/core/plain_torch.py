@@ -1,4 +1,4 @@
-"""Checks of torch's clipping functions, plain optimizers and `torch.func` on boosted models."""
+"""Checks of torch's clipping functions, plain optimizers, `torch.func` and tracing on boosted models."""
 
 from __future__ import annotations
 
@@ -156,8 +156,25 @@ def _alive(refused: Mapping[ModelWrapper, list[weakref.ref[nn.Parameter]]]) -> s
     return {id(one) for refs in list(refused.values()) for ref in refs if (one := ref()) is not None}
 
 
+_GATHERED = "write `with model.gathered():` around the call, in which each rank has all weights"
+
+
+def refuse_tracing() -> None:
+    """Check that no forward that gathers weights is traced to a graph, which would replay no communication.
+
+    Raises:
+        ConfigError: It runs inside of `torch.jit.trace` or `torch.export.export`.
+    """
+    is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined]
+    if is_traced or torch.compiler.is_exporting():
+        name = "torch.jit.trace" if is_traced else "torch.export"
+        raise ConfigError(
+            f"the boosted model was called inside of {name}, which can't trace communication of weights: {_GATHERED}"
+        )
+
+
 def refuse_transforms(
-    advice: str = "write `with model.gathered():` around the call, in which each rank has all weights",
+    advice: str = _GATHERED,
     *,
     including_vmap: bool = False,
 ) -> None:

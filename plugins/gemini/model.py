@@ -19,7 +19,7 @@ from booster.comm import (
     raise_on_all_ranks,
     start_all_gather,
 )
-from booster.core.plain_torch import refuse_transforms
+from booster.core.plain_torch import refuse_tracing, refuse_transforms
 from booster.errors import ConfigError
 from booster.interface import TensorSlice
 from booster.kernels.checksum import crc32
@@ -75,6 +75,7 @@ class GeminiModel(DistributedModel):
 
     def _begin_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.manager.is_whole:
+            refuse_tracing()
             refuse_transforms()
         self.check_weights()
         self._begin_training_forward()

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from booster.comm.fake import unseen_by_modes
 from booster.core.compiling import BEFORE_RECOMPUTATION, LAYER_OF_COMPILED, EagerHook, not_compiled
+from booster.core.plain_torch import refuse_tracing
 from booster.errors import ConfigError, format_list
 from booster.lazy_init.materialize import METADATA_FUNCTIONS
 from booster.plugins.sharding.deferred_init import sharded_copy_error
@@ -120,9 +121,11 @@ class SavedTensors:
     def begin(self) -> bool:
         """Install the hooks as the innermost ones; return whether `end` must be called.
 
-        Does nothing without gradients, if the hooks are already innermost, or if torch forbids hooks.
+        Does nothing without gradients, if the hooks are already innermost, if torch forbids hooks, or in
+        `torch.export.export`, whose tensors have no memory.
         """
         is_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+        is_allowed = is_allowed and not torch.compiler.is_exporting()
         if not torch.is_grad_enabled() or not is_allowed:  # torch.func's transforms do not allow them
             return False
         first: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -499,6 +502,8 @@ class ModuleHooks:
             return
         if self._is_in_backward:
             self._abort_backward()
+        if not self.manager.is_whole:
+            refuse_tracing()
         self.manager.begin_forward(trains=torch.is_grad_enabled())
         self._saved.counts = self.manager.tracer is not None
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from booster.comm import all_gather_equal, broadcast, raise_on_all_ranks
 from booster.core.model_wrapper import batch_on_device
-from booster.core.plain_torch import refuse_transforms
+from booster.core.plain_torch import refuse_tracing, refuse_transforms
 from booster.errors import CheckpointError, ConfigError
 from booster.interface import TensorSlice
 from booster.kernels.checksum import tensor_crc32
@@ -121,6 +121,7 @@ class FSDPModel(DistributedModel):
 
     def _begin_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._is_local_forward:
+            refuse_tracing()
             refuse_transforms()
             self.check_not_moved()
             self._has_evaluated = False

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from booster.comm import AllGather as Gathering
 from booster.comm import ReduceScatter, group_rank, group_size, start_all_gather, start_reduce_scatter
 from booster.core.compiling import EagerHook, not_compiled
+from booster.core.plain_torch import refuse_tracing
 from booster.errors import DesyncError
 from booster.plugins.sharding.buffer_pool import BufferPool
 from booster.plugins.sharding.collective_order import CollectiveKind, CollectiveOrder, CollectiveRequest
@@ -274,7 +275,7 @@ class ParamGroup:
             if self._running_submodule is submodule:  # a direct call that has raised
                 self._running_submodule = None
             return None
-        self._check_not_replaced()
+        self._check_call()
         self._running_submodule = submodule
         self._unshard_for_inference()
         arguments = self.fsdp2.pre_forward(args, kwargs)
@@ -326,8 +327,9 @@ class ParamGroup:
         return [None if one is None else (one._version, one.untyped_storage()._cdata) for one in shown]
 
     @not_compiled
-    def _check_not_replaced(self, *unused: Any) -> None:
-        """Refuse tensors that `torch.func.functional_call` has put into the user's modules, before a gather."""
+    def _check_call(self, *unused: Any) -> None:
+        """Refuse tracing, and tensors that `torch.func.functional_call` has put into the user's modules."""
+        refuse_tracing()
         for one in self.params:
             if one.is_replaced():
                 raise replaced_parameter_error(one.name)
@@ -347,7 +349,7 @@ class ParamGroup:
         self.input_hook = InputGradHook(cast(nn.Module, module), self._on_input_gradients)
         self.fsdp2.replace_backward(self._post_backward, self.input_hook.register, self._prepare_backward)
         cast(nn.Module, module).register_forward_pre_hook(self._unshard_for_inference, prepend=True)
-        cast(nn.Module, module).register_forward_pre_hook(self._check_not_replaced, prepend=True)
+        cast(nn.Module, module).register_forward_pre_hook(self._check_call, prepend=True)
         cast(nn.Module, module).register_forward_pre_hook(self._begin_forward)  # behind FSDP2's, which gathers
         cast(nn.Module, module).register_forward_hook(self._end_forward)
 

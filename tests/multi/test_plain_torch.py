@@ -440,3 +440,28 @@ def test_transforms_of_torch_func_are_right_or_an_error(strategy):
         pair.on_both("step")
         pair.on_both("zero_grad")
     pair.assert_equal()
+
+
+TRACING = {
+    "torch.jit.trace": lambda model, x: torch.jit.trace(model, x),
+    "torch.export": lambda model, x: torch.export.export(model, (x,)).module(),
+}
+
+
+@pytest.mark.parametrize("call", TRACING)
+@pytest.mark.parametrize("strategy", [name for name in FP32 if "gemini" in name or "fsdp" in name])
+@distributed(2)
+def test_tracing_a_model_whose_weights_are_gathered_is_right_or_an_error(strategy, call):
+    pair = Pair(FP32[strategy](), sgd)
+    x = pair.part(0)
+    for called in (pair.model, pair.booster.unwrap_model(pair.model)):
+        with pytest.raises(ConfigError, match=rf"was called inside of {call}, .*write `with model.gathered\(\):`"):
+            TRACING[call](called, x)
+        with pair.model.gathered():
+            traced = TRACING[call](called, x)
+            torch.testing.assert_close(traced(x), pair.plain(x))
+    for step in range(2):
+        pair.backward(step)
+        pair.on_both("step")
+        pair.on_both("zero_grad")
+    pair.assert_equal()
