@@ -182,6 +182,8 @@ ALLOWED = {
         "self._all_gather.wait": OPERATION,
         "self._all_gather.wait_for": OPERATION,
         "self._in_flight.pop(index).wait": OPERATION,
+        "all_gather.wait": OPERATION,
+        "self.wait": OPERATION,
     },
     "plugins/low_level_zero/optimizer.py": {
         "self.param_all_gather.wait": OPERATION,
