@@ -216,8 +216,6 @@ def _share_attributes(original: torch.Tensor, other: torch.Tensor) -> None:
             if getattr(original, name) is None:
                 setattr(original, name, OrderedDict())
             setattr(other, name, getattr(original, name))
-    if type(other) is nn.Parameter:
-        other.__class__ = type(original)  # type: ignore[assignment]
 
 
 def replaced_parameter_error(name: str) -> ConfigError:
@@ -259,7 +257,7 @@ class ShardedParam:
 
     def __init__(self, names: tuple[str, ...], original: nn.Parameter, fsdp_param: FSDPParam, rank: int) -> None:
         self.names, self.name = names, names[0]
-        self.original = original
+        self.original, self._user_class = original, type(original)
         self.fsdp_param = fsdp_param
         self.rank = rank
         self.parameter: nn.Parameter = fsdp_param.sharded_param
@@ -291,6 +289,8 @@ class ShardedParam:
         """Show a tensor of this parameter in the model; replacement of `FSDPParam._setattr_on_modules`."""
         if parameter.__dict__ is not self.original.__dict__:  # the first time
             _share_attributes(self.original, parameter)
+            if type(parameter) is nn.Parameter:
+                parameter.__class__ = self._user_class  # type: ignore[assignment]
             if parameter is getattr(self.fsdp_param, "_unsharded_param", None):
                 self.unsharded_param = parameter
                 self._storages.append((parameter, parameter.untyped_storage()))

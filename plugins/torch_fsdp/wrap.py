@@ -22,6 +22,7 @@ from booster.comm import check_same_across_ranks, group_rank, group_size, is_fak
 from booster.core.compiling import LAYER_OF_COMPILED
 from booster.core.param_redistribution import assign_owners
 from booster.errors import ConfigError
+from booster.lazy_init.materialize import METADATA_FUNCTIONS
 from booster.mixed_precision.fp16 import cast_floats
 from booster.plugins.sharding.buffer_pool import BufferPool
 from booster.plugins.sharding.collective_order import CollectiveOrder
@@ -394,7 +395,7 @@ class FSDPModelBuilder:
         )
         keep_class_name(plan.module)
         for parameter in own:  # the optimizer still refers to them
-            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            parameter.data = torch.zeros(1, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 
     @torch.no_grad()
     def _cast_buffers(self, model: nn.Module) -> None:
@@ -425,6 +426,9 @@ class FSDPModelBuilder:
                 rank = group_rank(fsdp2.process_group)
                 members = [(names[id(one.sharded_param)], one) for one in fsdp2.fsdp_params]
                 params = [ShardedParam(own, originals[own[0]], one, rank) for own, one in members]
+                for one in params:
+                    if type(one.original) is nn.Parameter:
+                        one.original.__class__ = EmptiedParameter
                 groups.append(ParamGroup(len(groups), name, module, fsdp2, params, collective_order, pool, compiled))
         return FSDPModel(
             model,
@@ -436,6 +440,26 @@ class FSDPModelBuilder:
             writes_shards=self.mesh.get_local_rank("replica") == 0,
             broadcasts_buffers=self.config.broadcast_buffers and group_size() > 1,
         )
+
+
+class EmptiedParameter(nn.Parameter):
+    """Parameter from before boost(), which has its shape and no values: a penalty of it would be 0 without an error."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _READS_NO_VALUES:
+            name = func.__self__.__name__ if func.__name__ in ("__get__", "__set__") else func.__name__
+            raise ConfigError(
+                f"{name!r} of a parameter from before boost(), whose values TorchFSDPPlugin has sharded over the ranks:"
+                " take the parameter from model.parameters() after boost()"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+_READS_NO_VALUES = METADATA_FUNCTIONS | {
+    *(torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.__repr__, torch.Tensor.__format__)
+}
 
 
 def _add_dtype_boundary(module: nn.Module, model_dtype: torch.dtype, *, is_permanent: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 
@@ -231,6 +232,43 @@ def test_functional_call_of_the_unwrapped_model(part, strategy):
     with model.gathered():
         zeros = {name: torch.zeros_like(one) for name, one in called.named_parameters()}
         assert not torch.func.functional_call(called, zeros, (x,)).any()
+
+
+READS = {
+    "square": lambda parameters: sum(one.square().sum() for one in parameters if one.dim() > 1),
+    "norm": lambda parameters: torch.norm(parameters[0]),
+    "detach": lambda parameters: parameters[0].detach().norm(),
+    "data": lambda parameters: parameters[0].data.norm(),
+    "mul_": lambda parameters: parameters[0].mul_(2),
+}
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_parameters_from_before_boost(on_meta):
+    with torch.device("meta") if on_meta else contextlib.nullcontext():
+        model = net()
+    parameters, shapes = list(model.parameters()), [one.shape for one in model.parameters()]
+    booster, model, optimizer = boosted(model)
+    for step in range(2):
+        booster.backward(model(torch.ones(1, 5, device=booster.device)).sum(), optimizer)
+        assert [one.requires_grad for one in parameters] == [one.requires_grad for one in model.parameters()]
+        for name, read in READS.items():
+            message = rf"'{name}' of a parameter from before boost\(\).*from model.parameters\(\)"
+            with pytest.raises(ConfigError, match=message), torch.set_grad_enabled(name != "mul_"):
+                read(parameters)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert [one.shape for one in parameters] == shapes
+        assert "Parameter containing" in f"{parameters[0]}"
+        parameters[step].requires_grad = False
+        assert parameters[0] in set(parameters)
+        assert parameters[0].grad is None
+    shown = list(model.parameters())
+    plain = torch.optim.SGD(parameters, lr=0.1)
+    with pytest.raises(ConfigError, match="not boosted"):
+        plain.step()
+    assert not any(type(one) is type(parameters[0]) for one in shown)
 
 
 class Generated(nn.Module):
