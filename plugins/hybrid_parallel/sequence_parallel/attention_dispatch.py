@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
@@ -19,6 +20,7 @@ from booster.core.compiling import COMPILED, calls_compiled
 from booster.core.layer_stacks import subclass_of
 from booster.core.opaque_operator import autocast_dtype, call_in_graph, opaque
 from booster.errors import ConfigError
+from booster.plugins.hybrid_parallel.tensor_parallel.rng import generator_states
 
 from .example_draws import ExampleDrawMode, call_drawing
 from .group import SequenceParallelGroup
@@ -125,6 +127,7 @@ def _expand_mask(mask: torch.Tensor, query: torch.Tensor, length: int, *, is_cau
 
 
 _STACK = "_sequence_stack"
+_DRAWS_NOTHING = "_draws_nothing"  # attribute of a layer: whether its last forward in training drew no numbers
 _dense_attention = F.scaled_dot_product_attention
 _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 # Cumulative functions, with which experts with a capacity count preceding tokens.
@@ -274,8 +277,15 @@ def _drawing_members(base: type[nn.Module]) -> dict[str, Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.training or current_layer() is None:
             return base.forward(self, *args, **kwargs)
-        with ExampleDrawMode():
-            return base.forward(self, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            with ExampleDrawMode():
+                return base.forward(self, *args, **kwargs)
+        # The mode costs some microseconds for each operator: it is left out after a forward that drew no numbers.
+        before = generator_states()
+        with contextlib.nullcontext() if vars(self).get(_DRAWS_NOTHING) else ExampleDrawMode():
+            output = base.forward(self, *args, **kwargs)
+        self.__dict__[_DRAWS_NOTHING] = all(map(torch.equal, before, generator_states()))
+        return output
 
     return {"forward": forward}
 

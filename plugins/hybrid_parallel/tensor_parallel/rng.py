@@ -24,7 +24,7 @@ class _Region:
     has_drawn: list[bool]
 
     def note_draws(self) -> None:
-        pairs = zip(self.seeded_states, _states(), strict=True)
+        pairs = zip(self.seeded_states, generator_states(), strict=True)
         self.has_drawn = [known or not torch.equal(*pair) for known, pair in zip(self.has_drawn, pairs, strict=True)]
 
 
@@ -79,11 +79,11 @@ class TensorParallelRNG:
         if self.is_shared and not force:
             self._reseed(self._tag << _NUM_HASH_BITS | self._next_number(_number_of_seed()) ^ self._rank_bits)
             return
-        outer_states = _states()
+        outer_states = generator_states()
         number = _hash(_NUM_HASH_BITS, self._axis.encode(), *(state.cpu().numpy().tobytes() for state in outer_states))
         seed = self._tag << _NUM_HASH_BITS | number ^ self._rank_bits
         _seed(seed)
-        self._region = _Region(seed, outer_states, _states(), [False] * len(outer_states))
+        self._region = _Region(seed, outer_states, generator_states(), [False] * len(outer_states))
 
     def share(self) -> None:
         """Draw numbers in the open region, if any, from a stream that is the same on all ranks, until `enter`.
@@ -105,7 +105,7 @@ class TensorParallelRNG:
         if not self.is_entered:
             yield
             return
-        own_states = _states()
+        own_states = generator_states()
         parts = (number.to_bytes(8, "little") for number in (_number_of_seed() ^ self._rank_bits, *key))
         _seed(self._tag << _NUM_HASH_BITS | _hash(_NUM_HASH_BITS, b"shared", *parts))
         try:
@@ -134,7 +134,7 @@ class TensorParallelRNG:
             region.note_draws()
         _seed(seed)
         if region is not None:
-            region.seed, region.seeded_states = seed, _states()
+            region.seed, region.seeded_states = seed, generator_states()
 
     def _next_number(self, number: int) -> int:
         return _hash(_NUM_HASH_BITS, self._axis.encode(), number.to_bytes(8, "little"))
@@ -159,7 +159,8 @@ def _devices() -> tuple[torch.device, ...]:
     return (torch.device("cpu"), accelerator) if is_used else (torch.device("cpu"),)
 
 
-def _states() -> tuple[torch.Tensor, ...]:
+def generator_states() -> tuple[torch.Tensor, ...]:
+    """Return the states of the default generators, of the CPU and of an accelerator that is in use."""
     return tuple(
         torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device.type).get_rng_state(device)
         for device in _devices()
