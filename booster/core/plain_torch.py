@@ -112,6 +112,28 @@ def refuse_plain_criterion(criterion: object, model: ModelWrapper) -> None:
         _refused_of_criteria[model] = theirs
 
 
+def refuse_unwrapped_steps(wrapper: OptimizerWrapper, reason: str) -> None:
+    """Let the user's optimizer raise if step() is called on it, and not on its wrapper.
+
+    Args:
+        wrapper: Wrapper, which sets `_is_stepping` while it calls the optimizer's step().
+        reason: What such a step lacks, for the message.
+    """
+    wrapper._num_own_step_hooks += 1
+    hook = functools.partial(_refuse_unwrapped_step, weakref.ref(wrapper), reason)
+    wrapper.optim.register_step_pre_hook(hook)
+
+
+def _refuse_unwrapped_step(wrapper: weakref.ref[OptimizerWrapper], reason: str, optimizer: Optimizer, *_: Any) -> None:
+    alive = wrapper()  # None if what boost() returned was thrown away
+    if alive is None or not alive._is_stepping:
+        raise ConfigError(
+            f"step() was called on the {type(optimizer).__name__} that was passed to boost(), which {reason}: write"
+            " model, optimizer, *_ = booster.boost(model, optimizer), and call step() and zero_grad() on the optimizer"
+            " that it returned"
+        )
+
+
 @functools.cache
 def _hook_steps() -> None:
     register_optimizer_step_pre_hook(_refuse_plain_step)

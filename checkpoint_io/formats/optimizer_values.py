@@ -13,7 +13,9 @@ from booster.interface import TensorSpec
 from . import json_values
 
 MASTER_SUFFIX = ".master"
-PARAMETER_NAMES = "parameter_names"  # key of an exported state_dict: names of the parameters by number
+# Keys of an exported state_dict: names of the parameters by number, and fp32 master weights by number.
+PARAMETER_NAMES = "parameter_names"
+MASTER_WEIGHTS = "master_weights"
 
 
 def parse_values(raw: bytes, specs: Mapping[str, TensorSpec], source_name: str) -> dict[str, Any]:
@@ -79,6 +81,8 @@ def _from_torch_state_dict(content: Mapping[str, Any], source_name: str) -> tupl
         numbers[name] = {key: value for key, value in states.items() if key not in of_states}
         of_elements = {tuple(value.shape) for value in of_states.values() if value.numel() > 1}
         shapes[name] = list(of_elements.pop()) if len(of_elements) == 1 else None
+    for number, master in content.get(MASTER_WEIGHTS, {}).items():
+        tensors[f"{names[number]}{MASTER_SUFFIX}"], shapes[names[number]] = master, list(master.shape)
     values = {
         "optimizer": None,
         "param_groups": groups,

@@ -446,7 +446,8 @@ class OptimizerLoad:
         def compare() -> tuple[OptimizerState, dict[str, Any], set[str]]:
             if stored.groups is None:
                 raise CheckpointError(
-                    f"{self._path} holds no param groups: it is not an optimizer checkpoint of save_optimizer"
+                    f"{self._path} holds no param groups: it is neither an optimizer of save_optimizer nor the"
+                    " state_dict of a torch optimizer"
                 )
             specs, values = stored.specs, parse_values(stored.groups, stored.specs, str(self._path))
             state = self._optimizer.checkpoint_state()

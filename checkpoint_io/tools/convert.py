@@ -18,7 +18,12 @@ import torch
 
 from booster.checkpoint_io.commit import paths_in, replaced_file
 from booster.checkpoint_io.formats.json import MAX_JSON_BYTES
-from booster.checkpoint_io.formats.optimizer_values import MASTER_SUFFIX, PARAMETER_NAMES, parse_values
+from booster.checkpoint_io.formats.optimizer_values import (
+    MASTER_SUFFIX,
+    MASTER_WEIGHTS,
+    PARAMETER_NAMES,
+    parse_values,
+)
 from booster.checkpoint_io.layout import (
     BIN_SUFFIXES,
     MODEL,
@@ -354,7 +359,6 @@ def _check_target(storage: Storage, source: CheckpointContents, target: Path, *,
 # built over the same parameters in the same order. Two more keys are ignored by torch: the names of the parameters by
 # number and, on request, their fp32 master weights. These are not in "state", because load_state_dict would round them
 # to the parameters' dtype.
-MASTER_WEIGHTS = "master_weights"
 
 
 def export_optimizer(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +14,8 @@ from torch.optim import Optimizer
 
 from booster.comm import all_reduce_sum, broadcast, group_rank, group_size, sum_dtype
 from booster.core.optimizer_state import is_owned
-from booster.errors import CheckpointError, ConfigError
+from booster.core.plain_torch import refuse_unwrapped_steps
+from booster.errors import CheckpointError
 from booster.fault_tolerance.progress import in_phase
 from booster.interface import (
     AccumulatedGradients,
@@ -81,8 +80,9 @@ class LocalOptimizer(OptimizerWrapper):
         self._anchors: dict[nn.Parameter, nn.Parameter] = {}
         self._trained: dict[nn.Parameter, None] = {}  # in this round, in order
         self._is_in_round = False
-        self._num_own_step_hooks = 1
-        optim.register_step_pre_hook(partial(_refuse_unwrapped_step, weakref.ref(self)))
+        refuse_unwrapped_steps(
+            self, "does not count steps of a round, so that the ranks' weights would never be averaged"
+        )
         model.register_load_hook(self._restart_round)
 
     def set_outer_optimizer(self, lr: float, momentum: float, *, nesterov: bool) -> None:
@@ -278,13 +278,3 @@ class LocalState(OptimizerState):
             return name
         parameter, key = name.rsplit(".", 1)
         return f"{parameter}.{own_key(key, f'rank{group_rank()}')}"
-
-
-def _refuse_unwrapped_step(wrapper: weakref.ref[LocalOptimizer], optim: Optimizer, *_: Any) -> None:
-    alive = wrapper()  # None if what boost() returned was thrown away
-    if alive is None or not alive._is_stepping:
-        raise ConfigError(
-            f"step() was called on the {type(optim).__name__} that was passed to boost(), which does not count steps of"
-            " a round, so that the ranks' weights would never be averaged: write model, optimizer, *_ ="
-            " booster.boost(model, optimizer), and call step() and zero_grad() on the optimizer that it returned"
-        )

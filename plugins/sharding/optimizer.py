@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from booster.comm import (
     raise_on_all_ranks,
 )
 from booster.core.accumulation import nonfinite_mark
+from booster.core.plain_torch import refuse_unwrapped_steps
 from booster.core.shard_aware import follow_weights, full_step
 from booster.core.shard_spec import is_sharded
 from booster.device import current_device
@@ -122,8 +122,7 @@ class ShardedOptimizer(OptimizerWrapper):
         self._arriving: list[Arrival] = []
         self._is_stepping = False
         self._synchronizes = True
-        optim.register_step_pre_hook(partial(_refuse_unwrapped_step, weakref.ref(self)))
-        self._num_own_step_hooks = 1
+        refuse_unwrapped_steps(self, "does not have the other ranks' gradients")
         self._model_param_of: dict[int, nn.Parameter] = {}
         named = reversed(list(model.unwrap().named_parameters()))
         self._names = {id(parameter): model.logical_name(name) for name, parameter in named}
@@ -585,13 +584,3 @@ def replaced_memory_error(name: str) -> ConfigError:
         " optimizer's updates would not reach the model: do it before boost(), and write values into the memory that is"
         " there, as by parameter.data.copy_(values), under FSDP inside of `with model.gathered():`"
     )
-
-
-def _refuse_unwrapped_step(wrapper: weakref.ref[ShardedOptimizer], optim: Optimizer, *_: Any) -> None:
-    alive = wrapper()  # None if what boost() returned was thrown away
-    if alive is None or not alive._is_stepping:
-        raise ConfigError(
-            f"step() was called on the {type(optim).__name__} that was passed to boost(), which does not have the other"
-            " ranks' gradients: write model, optimizer, *_ = booster.boost(model, optimizer), and call step() and"
-            " zero_grad() on the optimizer that it returned"
-        )

@@ -69,6 +69,13 @@ def test_plain_torch_takes_an_exported_optimizer(ckpt, tmp_path, optimizer_class
     assert found["state"].keys() == expected["state"].keys()
     for number, state in expected["state"].items():
         assert_equal(_as_tensors(found["state"][number]), _as_tensors(state))
+    _, other = stepped(Net(1), optimizer_class, 1, **options)
+    IO.load_optimizer(other, tmp_path / "out.pt")  # and so does a boosted one
+    loaded = other.unwrap().state_dict()
+    assert loaded["param_groups"] == expected["param_groups"]
+    assert loaded["state"].keys() == expected["state"].keys()
+    for number, state in expected["state"].items():
+        assert_equal(_as_tensors(loaded["state"][number]), _as_tensors(state))
 
 
 def _as_tensors(state):
@@ -107,6 +114,11 @@ def test_master_weights_are_exported_when_asked_for(ckpt, tmp_path):
     assert_equal(exported["master_weights"], dict(enumerate(masters)))
     assert all(master.dtype == torch.float32 for master in exported["master_weights"].values())
     AdamW(net.parameters()).load_state_dict(exported)
+    other = nn.Linear(3, 2).bfloat16()
+    loaded = OptimizerWrapper(AdamW(other.parameters()), ModelWrapper(other))
+    loaded.master_weights = Fp32MasterWeights(loaded.unwrap())
+    IO.load_optimizer(loaded, tmp_path / "with.pt")
+    assert_equal(dict(enumerate(loaded.param_groups[0]["params"])), exported["master_weights"])
 
 
 def test_masters_that_are_not_there_can_not_be_exported(ckpt, run, tmp_path):

@@ -91,4 +91,5 @@ class OwnForward(nn.Module):
 
 def test_reads_in_a_layer_that_was_verified_with_shards_pass():
     model = nn.ModuleDict({"layers": nn.ModuleList([OwnForward(), OwnForward()])})
-    choose_plan(model, tp_size=2, plan={"layers.*.up": "colwise", "layers.*.down": "rowwise"})
+    found = choose_plan(model, tp_size=2, plan={"layers.*.up": "colwise", "layers.*.down": "rowwise"})
+    assert {entry.name for entry in found.entries if entry.style == "colwise"} == {"layers.0.up", "layers.1.up"}
